@@ -89,6 +89,12 @@ class Server:
     def prefill_tokens(self, text, *arguments):
         return run("prefill", "--server", self.address, "--tokens", "-", "--json", *self.client, *arguments, stdin=text.encode())
 
+    def wait_for_line(self, text):
+        deadline = time.monotonic() + TIMEOUT_SECONDS
+        while not any(text in line for line in self.lines):
+            assert time.monotonic() < deadline, f"no line with {text!r} in\n" + "".join(self.lines)
+            time.sleep(0.01)
+
     def stop(self):
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)

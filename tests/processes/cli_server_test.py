@@ -214,10 +214,7 @@ class CliServerTest(CliTestCase):
     def test_a_hangup_ends_nothing(self):
         server = Server("--config", self.config)
         server.process.send_signal(signal.SIGHUP)
-        deadline = time.monotonic() + TIMEOUT_SECONDS
-        while not any("SIGHUP" in line for line in server.lines) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        self.assertTrue(any("SIGHUP" in line for line in server.lines))
+        server.wait_for_line("SIGHUP")
         self.assertEqual(server.prefill_tokens("1 2 3").returncode, 0)
         self.assertEqual(server.stop(), 0)
 
@@ -232,8 +229,7 @@ class CliServerTest(CliTestCase):
         waiter.start()
         self.running_request(server)
         server.process.send_signal(signal.SIGTERM)
-        while not any("draining" in line for line in server.lines):
-            time.sleep(0.01)
+        server.wait_for_line("draining")
         late = server.prefill_tokens("1 2 3")
         self.assertEqual(late.returncode, 1)
         self.assertRegex(late.stderr.decode(), r"\Ameshfill prefill: [^\n]+\n\Z")
@@ -252,8 +248,7 @@ class CliServerTest(CliTestCase):
                 while b"meshfill_queue_requests 1\n" not in urllib.request.urlopen(f"http://{pages}/metrics").read():
                     time.sleep(0.01)
                 server.process.send_signal(signal.SIGTERM)
-                while not any("draining" in line for line in server.lines):
-                    time.sleep(0.01)
+                server.wait_for_line("draining")
             begin = time.monotonic()
             server.process.send_signal(signal.SIGTERM)
             self.assertEqual(server.wait(), 1 if uploading else 0)
