@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "engine/model/safetensors_folder.h"
 #include "engine/model/safetensors_writer.h"
 #include "tests/engine/few_descriptors.h"
@@ -187,7 +188,8 @@ TEST(SafetensorsFileTest, EveryTypeHasItsNameAndSize) {
   const TempFolder folder;
   for (const auto& [type, name, bytes] : kTypes) {
     SCOPED_TRACE(name);
-    const std::string header = "{" + Entry("w", name, "[3]", "[0," + std::to_string(3 * bytes) + "]") + "}";
+    const std::string header =
+        absl::StrCat("{", Entry("w", name, "[3]", absl::StrCat("[0,", 3 * bytes, "]")), "}");
     const auto file =
         SafetensorsFile::Open(folder.Write("f.safetensors", FileOf(header, static_cast<size_t>(3 * bytes))));
     ASSERT_TRUE(file.ok()) << file.status();
@@ -296,7 +298,6 @@ TEST(SafetensorsWriterTest, AlignsTheFirstTensorAndNamesTheFormat) {
 }
 
 TEST(SafetensorsWriterTest, AFullDiskIsAnError) {
-  if (!std::filesystem::is_character_file("/dev/full")) GTEST_SKIP() << "no disk is always full here";
   const std::vector<TensorSpec> specs = {{"w", ElementType::kU8, {1 << 20}}};
   for (const size_t piece : {size_t{1} << 20, size_t{1} << 10}) {
     auto writer = SafetensorsWriter::Create("/dev/full", specs);

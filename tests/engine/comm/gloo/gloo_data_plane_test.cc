@@ -43,10 +43,10 @@ TEST(GlooDataPlane, AWaitDoesNotCountThePausesOfItsSeatsRun) {
     ranks[rank] = endpoints[rank]->Connect(addresses, *streams[rank], Soon()).value();
   });
   auto receive = ranks[0]->SendReceive(Traffic::kKv, 1, PatternBuffer(8, 0), 1, 8).value();
-  constexpr absl::Duration kDeadline = absl::Milliseconds(20);
+  constexpr absl::Duration kDeadline = absl::Milliseconds(250);  // so that this thread is in time
   run.Pause();
   std::thread peer([&] {
-    absl::SleepFor(3 * kDeadline);  // longer than the wait would last
+    absl::SleepFor(2 * kDeadline);  // longer than the wait would last
     EXPECT_TRUE(ranks[1]->SendReceive(Traffic::kKv, 0, PatternBuffer(8, 1), 0, 8).ok());
   });
   const absl::StatusOr<BufferRef> received = receive->Wait(MonotonicNow() + kDeadline);
