@@ -18,15 +18,10 @@
 #include "server/pictures/svg_writer.h"
 #include "server/pictures/timeline_picture.h"
 #include "server/pictures/trace_json.h"
+#include "tests/server/pictures/svg_text.h"
 
 namespace meshfill {
 namespace {
-
-int Count(const std::string& text, const std::string& what) {
-  int count = 0;
-  for (size_t at = text.find(what); at != std::string::npos; at = text.find(what, at + what.size())) ++count;
-  return count;
-}
 
 std::string Drawn(const Timeline& timeline, const TimelineView& view = {}) {
   SvgWriter svg;
