@@ -1,11 +1,13 @@
 #include "engine/model/make_model.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <span>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -310,22 +312,48 @@ absl::Status WriteShard(const fs::path& path, std::span<const RandomTensor> tens
   return writer.Finish();
 }
 
+// The shards are independent of each other, and writing one is all arithmetic: a thread for each core takes
+// them in turn. The first failure in their order; once a shard has failed, no other is begun.
+absl::Status WriteShards(const fs::path& folder, std::span<const std::string> names,
+                         std::span<const Shard> shards, std::span<const RandomTensor> tensors,
+                         const MakeModelOptions& options) {
+  std::vector<absl::Status> written(shards.size());
+  std::atomic<size_t> next{0};
+  std::atomic<bool> failed{false};
+  const auto write = [&] {
+    for (size_t i = next++; i < shards.size() && !failed; i = next++) {
+      const Shard& shard = shards[i];
+      written[i] = WriteShard(folder / names[i], tensors.subspan(shard.begin, shard.end - shard.begin),
+                              shard.begin, options);
+      if (!written[i].ok()) failed = true;
+    }
+  };
+  {
+    std::vector<std::jthread> threads;
+    for (size_t i = 1; i < std::min<size_t>(shards.size(), std::thread::hardware_concurrency()); ++i) {
+      threads.emplace_back(write);
+    }
+    write();
+  }
+  for (const absl::Status& status : written) RETURN_IF_ERROR(status);
+  return absl::OkStatus();
+}
+
 absl::Status WriteWeights(const fs::path& folder, std::span<const RandomTensor> tensors,
                           const MakeModelOptions& options) {
   const std::vector<Shard> shards = DealShards(tensors, options.shard_bytes);
   if (shards.size() == 1) return WriteShard(folder / "model.safetensors", tensors, 0, options);
+  std::vector<std::string> names;
   json weight_map = json::object();
   int64_t total_bytes = 0;
   for (size_t i = 0; i < shards.size(); ++i) {
-    const std::string name = absl::StrFormat("model-%05d-of-%05d.safetensors", i + 1, shards.size());
-    const std::span<const RandomTensor> dealt =
-        tensors.subspan(shards[i].begin, shards[i].end - shards[i].begin);
-    RETURN_IF_ERROR(WriteShard(folder / name, dealt, shards[i].begin, options));
-    for (const RandomTensor& tensor : dealt) {
-      weight_map[tensor.spec.name] = name;
+    names.push_back(absl::StrFormat("model-%05d-of-%05d.safetensors", i + 1, shards.size()));
+    for (const RandomTensor& tensor : tensors.subspan(shards[i].begin, shards[i].end - shards[i].begin)) {
+      weight_map[tensor.spec.name] = names.back();
       total_bytes += tensor.spec.size_bytes();
     }
   }
+  RETURN_IF_ERROR(WriteShards(folder, names, shards, tensors, options));
   const json index = {{"metadata", {{"total_size", total_bytes}}}, {"weight_map", weight_map}};
   return WriteText(folder / "model.safetensors.index.json", index.dump(2) + "\n");
 }

@@ -2,9 +2,11 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/resource.h>
 
 #include <algorithm>
 #include <cmath>
+#include <csignal>
 #include <cstring>
 #include <filesystem>
 #include <map>
@@ -189,6 +191,38 @@ TEST(MakeModelTest, ShardsHoldTheSameTensors) {
   for (const auto& [name, tensor] : whole.tensors) {
     EXPECT_EQ(tensor.bytes, sharded.tensors.at(name).bytes) << name;
   }
+}
+
+// Files may have so many bytes while it lives.
+class FileSizeLimit {
+ public:
+  explicit FileSizeLimit(rlim_t bytes) : handler_(std::signal(SIGXFSZ, SIG_IGN)) {
+    getrlimit(RLIMIT_FSIZE, &before_);
+    const rlimit limit = {.rlim_cur = bytes, .rlim_max = before_.rlim_max};
+    setrlimit(RLIMIT_FSIZE, &limit);
+  }
+  ~FileSizeLimit() {
+    setrlimit(RLIMIT_FSIZE, &before_);
+    std::signal(SIGXFSZ, handler_);
+  }
+
+ private:
+  rlimit before_;
+  void (*handler_)(int);
+};
+
+// The error is the first shard's that could not be written, whichever thread had it, and there is no index to
+// load the rest by.
+TEST(MakeModelTest, AShardThatCannotBeWrittenFailsTheModel) {
+  MakeModelOptions options = Small();
+  options.vocab = 400;  // two large shards, the first and the last: 400 · 32 elements
+  options.shard_bytes = 12'000;
+  const TempFolder folder;
+  const FileSizeLimit limit(16'384);
+  const absl::Status made = MakeModel(options, folder.path());
+  EXPECT_EQ(made.code(), absl::StatusCode::kResourceExhausted) << made;
+  EXPECT_THAT(std::string(made.message()), HasSubstr("model-00001-of-"));
+  EXPECT_FALSE(std::filesystem::exists(folder / "model.safetensors.index.json"));
 }
 
 struct Moments {
