@@ -90,8 +90,8 @@ class Sm80Attention {
       for (int slice = 0; slice < kSlices; ++slice) {
         if (!whole) MaskScores(scores[slice], first_key, lane, visible[slice]);
         float rescale[2];
-        UpdateSoftmax<Machine>(scores[slice], params.scale_log2, rows[slice], rescale);
-        RescaleRows(output[slice], rescale);
+        if (UpdateSoftmax<Machine>(scores[slice], params.scale_log2, rows[slice], rescale))
+          RescaleRows(output[slice], rescale);
         PackProbabilities<Machine, T>(scores[slice], packed[slice]);
       }
       MultiplyPV(v_shared, lane, packed, output);

@@ -1,13 +1,12 @@
 // sm90_{bf16,f16}_attention_block: persistent CTAs, warp-specialised (FlashAttention-3, §3.1 and §3.2). One
 // thread of the producer warpgroup copies tiles by TMA into rings of K and V; each consumer warpgroup owns 64
-// rows of the query tile and multiplies by wgmma. Two things overlap with the tensor cores: a warpgroup's own
-// softmax (of key tile j, under P V of tile j+1), and that of its neighbour (the turn barriers: the
-// warpgroups issue their products one after the other, so that one computes exponentials while another
-// multiplies).
+// rows of the query tile and multiplies by wgmma. Two things run while the tensor cores multiply: a
+// warpgroup's own softmax (of key tile j, under P V of tile j+1), and that of its neighbours, which nothing
+// keeps in step with it. (FlashAttention-3 lets warpgroups issue their products in turn. On an H200 that
+// costs up to 4 % here: docs/tuning.md.)
 //
 //     producer     Q  K₃ | K₂ V₃ | K₁ V₂ | K₀ V₁ | V₀  next tile's Q …
-//     consumer 0      QK₃ S₃ | QK₂ PV₃ S₂ | QK₁ PV₂ S₁ | QK₀ PV₁ S₀ | PV₀  store
-//     consumer 1             QK₃ S₃ | QK₂ PV₃ S₂ | …
+//     consumer     QK₃ S₃ | QK₂ PV₃ S₂ | QK₁ PV₂ S₁ | QK₀ PV₁ S₀ | PV₀  store
 //
 // Written against a Machine (ptx_sm90.cuh, or the tests' emulator); shared memory is named by its byte
 // address.
@@ -15,6 +14,7 @@
 #define MESHFILL_KERNELS_CUDA_ATTENTION_SM90_CUH_
 
 #include <cstdint>
+#include <type_traits>
 
 #include "kernels/cuda/attention_softmax.cuh"
 #include "kernels/cuda/attention_tiles.h"
@@ -36,11 +36,6 @@ struct Sm90Config {
   static constexpr int kConsumerRegisters = kConsumers == 2 ? 240 : 160;
   static_assert(128 * (kProducerRegisters + kConsumers * kConsumerRegisters) <= 65536);
   static_assert(kDim / 2 + kKeys / 2 + kKeys / 4 <= kConsumerRegisters - 28);
-  // As FlashAttention-3 has it: a key tile of head_dim 256 has few exponentials beside its products, so that
-  // warpgroups need not take turns, and much of O to rescale, which is done under Q Kᵀ.
-  static constexpr bool kTurns = kDim <= 128;
-  static constexpr bool kRescalesUnderQK = kDim > 128;
-
   // P V takes whole slabs of V. (96 columns in two slabs of 64 would also be copied with 32 of zeros.)
   static constexpr uint32_t kColumnsOfSlab = kDim % kSlabColumns == 0 ? kSlabColumns : kSlabColumns / 2;
   static_assert(kDim % kColumnsOfSlab == 0);
@@ -157,52 +152,37 @@ class Sm90Attention {
   }
 
   // ---- Consumers: warpgroups 0 … kConsumers − 1, counted without the producer.
-  // Named barriers hand the turn to issue products round: barrier 1 + g is warpgroup g's turn.
-  static MESHFILL_DEVICE void TakeTurn(uint32_t group) {
-    if constexpr (Config::kTurns) Machine::NamedSync(1 + group, 256);
-  }
-  static MESHFILL_DEVICE void PassTurn(uint32_t group) {
-    if constexpr (Config::kTurns) Machine::NamedArrive(1 + (group + 1) % kConsumers, 256);
+
+  // A descriptor that is one for the whole warp, and whose parts the compiler no longer knows: with what it
+  // knows of them, it would mask every sum again.
+  static MESHFILL_DEVICE uint64_t Whole(uint64_t descriptor) {
+    return (descriptor & 0xffffffff00000000u) | Machine::Uniform(static_cast<uint32_t>(descriptor));
   }
 
-  static MESHFILL_DEVICE void IssueQK(float (&scores)[kKeys / 2], uint32_t q_rows, uint32_t k_tile) {
+  static MESHFILL_DEVICE void IssueQK(float (&scores)[kKeys / 2], uint64_t q_rows, uint64_t k_tile) {
     Machine::FenceProducts();
     MESHFILL_UNROLL
     for (uint32_t step = 0; step < kDim / 16; ++step) {
       Machine::template MultiplyShared<T, kKeys>(
-          scores, ColumnStepDescriptor(q_rows, Config::kQSlabBytes, kColumnsOfSlab, step),
-          ColumnStepDescriptor(k_tile, Config::kKvSlabBytes, kColumnsOfSlab, step), step > 0);
+          scores, DescriptorAt(q_rows, ColumnStepBytes(Config::kQSlabBytes, kColumnsOfSlab, step)),
+          DescriptorAt(k_tile, ColumnStepBytes(Config::kKvSlabBytes, kColumnsOfSlab, step)), step > 0);
     }
     Machine::CommitProducts();
   }
   static MESHFILL_DEVICE void IssuePV(float (&output)[kDim / 2], const uint32_t (&packed)[kKeys / 16][4],
-                                      uint32_t v_tile) {
+                                      uint64_t v_tile) {
     Machine::FenceProducts();
     MESHFILL_UNROLL
     for (uint32_t step = 0; step < kKeys / 16; ++step) {
       MESHFILL_UNROLL
       for (uint32_t column = 0; column < kDim; column += kColumns) {
-        const uint32_t slabs = v_tile + column / kColumnsOfSlab * Config::kKvSlabBytes;
+        const uint32_t slabs = column / kColumnsOfSlab * Config::kKvSlabBytes;
         Machine::template MultiplyRegisters<T, kColumns>(
             &output[column / 2], packed[step],
-            RowStepDescriptor(slabs, Config::kKvSlabBytes, kColumnsOfSlab, step));
+            DescriptorAt(v_tile, slabs + RowStepBytes(kColumnsOfSlab, step)));
       }
     }
     Machine::CommitProducts();
-  }
-
-  // Left alone, the compiler puts some of it behind the fence of P V, and would serialise the products.
-  static MESHFILL_DEVICE void RescaleFirst(float (&output)[kDim / 2], const float (&rescale)[2]) {
-    RescaleRows(output, rescale);
-    Machine::Pin(output);
-  }
-
-  // Scores of a key tile become probabilities.
-  static MESHFILL_DEVICE void MaskedSoftmax(const AttentionParams& params, const KeyTiles<kRows, kKeys>& keys,
-                                            uint32_t key_tile, uint32_t lane, const KeySlots (&visible)[2],
-                                            float (&scores)[kKeys / 2], RowPair& rows, float (&rescale)[2]) {
-    if (!keys.Whole(key_tile)) MaskScores(scores, key_tile * kKeys, lane, visible);
-    UpdateSoftmax<Machine>(scores, params.scale_log2, rows, rescale);
   }
 
   static MESHFILL_DEVICE void Consume(const AttentionParams& params, const QueryTiles<kRows>& tiles,
@@ -212,9 +192,12 @@ class Sm90Attention {
     const uint32_t lane = Machine::Thread() % 32;
     const uint32_t group_row = 64 * group;
     const uint32_t warp_row = group_row + Machine::Uniform(Machine::Thread() % 128 / 32 * 16);
-    const uint32_t q_rows = shared + SlabBytes(group_row, kColumnsOfSlab);
+    const uint64_t q_rows =
+        Whole(WgmmaDescriptor(shared + SlabBytes(group_row, kColumnsOfSlab), 16, kColumnsOfSlab));
+    const uint64_t k_tiles = Whole(WgmmaDescriptor(shared + Config::kK, 16, kColumnsOfSlab));
+    const uint64_t v_tiles =
+        Whole(WgmmaDescriptor(shared + Config::kV, Config::kKvSlabBytes, kColumnsOfSlab));
     uint32_t q_use = 0, use = 0;  // uses so far: of Q's buffer; of K's and V's, which take turns in step
-    if (group == kConsumers - 1) PassTurn(group);  // the first turn is warpgroup 0's
     for (uint32_t round = 0; round * Machine::Blocks() < tiles.count(); ++round) {
       const uint32_t index = TileOfRound(round, Machine::Block(), Machine::Blocks());
       if (index >= tiles.count()) continue;
@@ -232,29 +215,27 @@ class Sm90Attention {
         Machine::BarrierWait(q.full, q.parity);
         const Stage first_k = StageOf<Buffer::kK>(shared, use);
         Machine::BarrierWait(first_k.full, first_k.parity);
-        TakeTurn(group);
-        IssueQK(scores, q_rows, shared + Config::kK + first_k.index * Config::kKvBytes);
-        PassTurn(group);
+        IssueQK(scores, q_rows, DescriptorAt(k_tiles, first_k.index * Config::kKvBytes));
         Machine::template WaitProducts<0>();
         Machine::Pin(scores);
         Release(first_k, lane);
-        MaskedSoftmax(params, keys, keys.end - 1, lane, visible, scores, rows, rescale);
+        if (!keys.Whole(keys.end - 1)) MaskScores(scores, (keys.end - 1) * kKeys, lane, visible);
+        UpdateSoftmax<Machine>(scores, params.scale_log2, rows, rescale);
         PackProbabilities<Machine, T>(scores, packed);
         const Stage first_v = StageOf<Buffer::kV>(shared, use);
         Machine::BarrierWait(first_v.full, first_v.parity);
 
-        for (uint32_t key_tile = keys.end - 1; key_tile > keys.begin; --key_tile) {
+        // Q Kᵀ of a key tile, and P V of the one after it, whose probabilities are packed.
+        const auto multiply = [&](uint32_t key_tile, auto masked) {
           const Stage k = StageOf<Buffer::kK>(shared, use + 1), v = StageOf<Buffer::kV>(shared, use);
           Machine::BarrierWait(k.full, k.parity);
-          TakeTurn(group);
-          IssueQK(scores, q_rows, shared + Config::kK + k.index * Config::kKvBytes);
-          if constexpr (Config::kRescalesUnderQK) RescaleFirst(output, rescale);
-          IssuePV(output, packed, shared + Config::kV + v.index * Config::kKvBytes);
-          PassTurn(group);
+          IssueQK(scores, q_rows, DescriptorAt(k_tiles, k.index * Config::kKvBytes));
+          IssuePV(output, packed, DescriptorAt(v_tiles, v.index * Config::kKvBytes));
           Machine::template WaitProducts<1>();
           Machine::Pin(scores);
           Release(k, lane);
-          MaskedSoftmax(params, keys, key_tile - 1, lane, visible, scores, rows, rescale);
+          if constexpr (masked) MaskScores(scores, key_tile * kKeys, lane, visible);
+          const bool rescales = UpdateSoftmax<Machine>(scores, params.scale_log2, rows, rescale);
           // The exponentials run under P V. Left alone, the compiler puts them off until P V has ended; it
           // does not move them across the wait for the next V.
           Machine::Pin(scores);
@@ -263,14 +244,23 @@ class Sm90Attention {
           Machine::template WaitProducts<0>();
           Machine::Pin(output);
           Release(v, lane);
-          if constexpr (!Config::kRescalesUnderQK) RescaleRows(output, rescale);
+          if (rescales) RescaleRows(output, rescale);
           PackProbabilities<Machine, T>(scores, packed);
+        };
+        // Whole tiles, which are most, have a loop of their own.
+        const uint32_t first_whole = keys.FirstWhole();
+        for (uint32_t key_tile = keys.end - 1; key_tile > keys.begin;) {
+          if (!keys.Whole(key_tile - 1)) {
+            multiply(--key_tile, std::true_type());
+            continue;
+          }
+          do multiply(--key_tile, std::false_type());
+          while (key_tile > first_whole);
         }
 
         Release(q, lane);
         const Stage v = StageOf<Buffer::kV>(shared, use++);
-        if constexpr (Config::kRescalesUnderQK) RescaleFirst(output, rescale);
-        IssuePV(output, packed, shared + Config::kV + v.index * Config::kKvBytes);
+        IssuePV(output, packed, DescriptorAt(v_tiles, v.index * Config::kKvBytes));
         Machine::template WaitProducts<0>();
         Machine::Pin(output);
         Release(v, lane);

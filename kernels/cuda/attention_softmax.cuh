@@ -17,9 +17,10 @@ namespace meshfill {
 
 inline constexpr float kNegativeInfinity = -__builtin_inff();
 
-// Two rows' maximum score so far, and this thread's share of Σ 2^(scale_log2 · (s − max)).
+// Two rows' shift, and this thread's share of Σ 2^(scale_log2 · (s − shift)). The shift is a score that was
+// the row's maximum; later ones are above it by kSlack powers of two at most.
 struct RowPair {
-  float max[2] = {kNegativeInfinity, kNegativeInfinity};
+  float shift[2] = {kNegativeInfinity, kNegativeInfinity};
   float sum[2] = {0, 0};
 };
 
@@ -33,32 +34,44 @@ MESHFILL_DEVICE void MaskScores(float (&scores)[kElements], uint32_t first_key, 
   }
 }
 
-// Scores to probabilities, in place; `rescale` is what the rows' accumulators so far must be multiplied by.
+// Scores to probabilities times 2^(at most kSlack), in place. True: a row of the warp has a new shift, and
+// the rows' accumulators so far must be multiplied by `rescale`. As FlashAttention-4 has it: a shift
+// stays while no probability would be above 2^8, which costs neither f32 nor the 16-bit types a bit. In a
+// long row that leaves hardly any key tile whose accumulators are rescaled.
 template <class Machine, int kElements>
-MESHFILL_DEVICE void UpdateSoftmax(float (&scores)[kElements], float scale_log2, RowPair& rows,
+MESHFILL_DEVICE bool UpdateSoftmax(float (&scores)[kElements], float scale_log2, RowPair& rows,
                                    float (&rescale)[2]) {
+  constexpr float kSlack = 8;
+  float max[2] = {rows.shift[0], rows.shift[1]};
+  MESHFILL_UNROLL
+  for (int i = 0; i < kElements; i += 2) {
+    max[i % 4 / 2] = fmaxf(max[i % 4 / 2], fmaxf(scores[i], scores[i + 1]));
+  }
+  float exponent[2];  // of the shift
   MESHFILL_UNROLL
   for (int row = 0; row < 2; ++row) {
-    float max = rows.max[row];
-    MESHFILL_UNROLL
-    for (int i = 2 * row; i < kElements; i += 4) max = fmaxf(max, fmaxf(scores[i], scores[i + 1]));
-    max = fmaxf(max, Machine::ShuffleXor(max, 1));
-    max = fmaxf(max, Machine::ShuffleXor(max, 2));
-    // Where no key was seen yet, −∞ − (−∞) would be NaN.
-    const float finite_max = max == kNegativeInfinity ? 0.0f : max;
-    const float shift = finite_max * scale_log2;
-    // The difference first: exactly 1 where the maximum stays. An error here would grow with every key tile.
-    rescale[row] = Machine::Exp2((rows.max[row] - finite_max) * scale_log2);
-    rows.max[row] = max;
-    float sum = 0;  // sum of this tile alone: added one by one, small terms would be lost in a long row's sum
-    MESHFILL_UNROLL
-    for (int i = 2 * row; i < kElements; i += 4) {
-      scores[i] = Machine::Exp2(fmaf(scores[i], scale_log2, -shift));
-      scores[i + 1] = Machine::Exp2(fmaf(scores[i + 1], scale_log2, -shift));
-      sum += scores[i] + scores[i + 1];
-    }
-    rows.sum[row] = fmaf(rows.sum[row], rescale[row], sum);
+    max[row] = fmaxf(max[row], Machine::ShuffleXor(max[row], 1));
+    max[row] = fmaxf(max[row], Machine::ShuffleXor(max[row], 2));
+    // False where no key was seen yet: −∞ − (−∞) is NaN, and anything − (−∞) is ∞.
+    if ((max[row] - rows.shift[row]) * scale_log2 <= kSlack) max[row] = rows.shift[row];
+    const float finite = max[row] == kNegativeInfinity ? 0.0f : max[row];
+    exponent[row] = finite * scale_log2;
+    // The difference first: exactly 1 where the shift stays. An error here would grow with every key tile.
+    rescale[row] = Machine::Exp2((rows.shift[row] - finite) * scale_log2);
+    rows.shift[row] = max[row];
   }
+  // Sums of this tile alone: added one by one, small terms would be lost in a long row's sum.
+  float sum[2] = {0, 0};
+  MESHFILL_UNROLL
+  for (int i = 0; i < kElements; i += 2) {
+    const int row = i % 4 / 2;
+    scores[i] = Machine::Exp2(fmaf(scores[i], scale_log2, -exponent[row]));
+    scores[i + 1] = Machine::Exp2(fmaf(scores[i + 1], scale_log2, -exponent[row]));
+    sum[row] += scores[i] + scores[i + 1];
+  }
+  MESHFILL_UNROLL
+  for (int row = 0; row < 2; ++row) rows.sum[row] = fmaf(rows.sum[row], rescale[row], sum[row]);
+  return Machine::Any(rescale[0] != 1.0f || rescale[1] != 1.0f);
 }
 
 template <int kElements>
@@ -86,9 +99,9 @@ struct RowMerge {
 };
 
 // `sum` > 0 or NaN: the row saw a key. `carried_lse` is −∞ where nothing is carried.
-MESHFILL_DEVICE RowMerge MergeRow(float max, float sum, float scale_log2, float carried_lse) {
+MESHFILL_DEVICE RowMerge MergeRow(float shift, float sum, float scale_log2, float carried_lse) {
   constexpr float kLn2 = 0.693147180559945309f;
-  const float lse = max * scale_log2 * kLn2 + logf(sum);
+  const float lse = shift * scale_log2 * kLn2 + logf(sum);
   const float merged = fmaxf(lse, carried_lse) + log1pf(expf(-fabsf(lse - carried_lse)));
   return {expf(carried_lse - merged), expf(lse - merged) / sum, merged};
 }
@@ -104,13 +117,16 @@ MESHFILL_DEVICE void StoreRows(const AttentionParams& params, uint32_t head, uin
     sum += Machine::ShuffleXor(sum, 1);
     sum += Machine::ShuffleXor(sum, 2);
     const uint32_t slot = first_row + AccumulatorRow(lane, 2 * row);
-    const bool empty = sum == 0.0f;
-    if (slot >= params.shape.q_tokens || (empty && params.carry_in)) continue;
     const uint64_t index = uint64_t{head} * params.shape.q_tokens + slot;
-    const float carried_lse = params.carry_in ? params.lse[index] : kNegativeInfinity;
+    const bool empty = sum == 0.0f, inside = slot < params.shape.q_tokens;
+    // One of a row's four threads reads its lse, and writes it. (Four that read would have to wait for each
+    // other before one writes, and a wait for part of a warp keeps the compiler from seeing in the kernel's
+    // loops what is one for the whole warp.)
+    const bool reads = params.carry_in && inside && lane % 4 == 0;
+    const float carried_lse = Machine::Shuffle(reads ? params.lse[index] : kNegativeInfinity, lane & ~3u);
+    if (!inside || (empty && params.carry_in)) continue;
     const RowMerge merge = empty ? RowMerge{0.0f, 0.0f, kNegativeInfinity}
-                                 : MergeRow(rows.max[row], sum, params.scale_log2, carried_lse);
-    Machine::SyncQuad(lane);  // the four threads of a row have read its lse before one writes it
+                                 : MergeRow(rows.shift[row], sum, params.scale_log2, carried_lse);
     if (lane % 4 == 0) params.lse[index] = merge.lse;
     float* o = params.o + index * params.shape.head_dim;
     const bool carried = carried_lse != kNegativeInfinity;

@@ -165,6 +165,8 @@ struct KeyTiles {
   constexpr bool Whole(uint32_t key_tile) const {
     return key_tile * kKeys >= whole.begin && (key_tile + 1) * kKeys <= whole.end;
   }
+  // The first of them that is whole, where one is: those up to the last whole one are, too.
+  constexpr uint32_t FirstWhole() const { return std::max(begin, (whole.begin + kKeys - 1) / kKeys); }
 };
 
 }  // namespace meshfill

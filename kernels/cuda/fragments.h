@@ -75,18 +75,22 @@ constexpr uint64_t WgmmaDescriptor(uint32_t address, uint32_t leading_bytes, uin
   constexpr auto field = [](uint32_t bytes) { return uint64_t{(bytes & 0x3ffff) >> 4}; };
   return field(address) | field(leading_bytes) << 16 | field(SlabBytes(8, slab_columns)) << 32 | swizzle;
 }
-// Q and K: 16 columns from 16·step on, of the rows that begin at `address`. Rows in groups of eight follow
-// one another; a step of 16 columns is 32 bytes along the slab's row. The leading offset is not used with a
-// swizzle.
-constexpr uint64_t ColumnStepDescriptor(uint32_t address, uint32_t slab_bytes, uint32_t slab_columns,
-                                        uint32_t step) {
-  const uint32_t steps = slab_columns / 16;
-  return WgmmaDescriptor(address + step / steps * slab_bytes + step % steps * 32, 16, slab_columns);
+// The descriptor of what lies `bytes` further on, a multiple of 16. An addition, and no more: shared memory
+// ends before the address's field does.
+constexpr uint64_t DescriptorAt(uint64_t descriptor, uint32_t bytes) {
+  return (descriptor & 0xffffffff00000000u) | (static_cast<uint32_t>(descriptor) + (bytes >> 4));
 }
-// V: 16 keys from 16·step on (eight rows follow eight rows), all columns (slab follows slab).
-constexpr uint64_t RowStepDescriptor(uint32_t address, uint32_t slab_bytes, uint32_t slab_columns,
-                                     uint32_t step) {
-  return WgmmaDescriptor(address + SlabBytes(16 * step, slab_columns), slab_bytes, slab_columns);
+// Q and K: where their columns 16·step to 16·step + 15 begin. Rows in groups of eight follow one another; a
+// step of 16 columns is 32 bytes along the slab's row. The descriptor's leading offset is not used with a
+// swizzle.
+constexpr uint32_t ColumnStepBytes(uint32_t slab_bytes, uint32_t slab_columns, uint32_t step) {
+  const uint32_t steps = slab_columns / 16;
+  return step / steps * slab_bytes + step % steps * 32;
+}
+// V: where its keys 16·step to 16·step + 15 begin: eight rows follow eight rows. The leading offset is what a
+// slab takes: all columns, slab follows slab.
+constexpr uint32_t RowStepBytes(uint32_t slab_columns, uint32_t step) {
+  return SlabBytes(16 * step, slab_columns);
 }
 
 }  // namespace meshfill

@@ -20,9 +20,14 @@ struct PtxSm80 {
   // registers.
   static MESHFILL_DEVICE uint32_t Uniform(uint32_t value) { return __shfl_sync(0xffffffffu, value, 0); }
   static MESHFILL_DEVICE void SyncThreads() { __syncthreads(); }
-  static MESHFILL_DEVICE void SyncQuad(uint32_t lane) { __syncwarp(0xfu << (lane & ~3u)); }
   static MESHFILL_DEVICE float ShuffleXor(float value, int mask) {
     return __shfl_xor_sync(0xffffffffu, value, mask);
+  }
+
+  // Whether it holds for a thread of the warp.
+  static MESHFILL_DEVICE bool Any(bool holds) { return __any_sync(0xffffffffu, holds); }
+  static MESHFILL_DEVICE float Shuffle(float value, uint32_t lane) {
+    return __shfl_sync(0xffffffffu, value, static_cast<int>(lane));
   }
 
   static MESHFILL_DEVICE float Exp2(float x) {

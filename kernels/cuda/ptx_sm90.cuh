@@ -47,12 +47,6 @@ struct PtxSm90 : PtxSm80 {
   static MESHFILL_DEVICE void ClaimRegisters() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
   }
-  static MESHFILL_DEVICE void NamedSync(uint32_t barrier, uint32_t threads) {
-    asm volatile("barrier.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
-  }
-  static MESHFILL_DEVICE void NamedArrive(uint32_t barrier, uint32_t threads) {
-    asm volatile("barrier.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
-  }
 
   // ---- mbarriers.
   static MESHFILL_DEVICE void BarrierInit(uint32_t barrier, uint32_t arrivals) {
@@ -70,14 +64,16 @@ struct PtxSm90 : PtxSm80 {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                  : "memory");
   }
-  // Returns once the phase of this parity has completed.
+  // Returns once the phase of this parity has completed. The thread sleeps until then, for at most
+  // kNanoseconds at a time: without that hint it asks every dozen cycles.
   static MESHFILL_DEVICE void BarrierWait(uint32_t barrier, uint32_t parity) {
+    constexpr uint32_t kNanoseconds = 10'000'000;
     asm volatile(
         "{\n\t.reg .pred done;\n"
         "wait_%=:\n\t"
-        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n\t"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1, %2;\n\t"
         "@!done bra wait_%=;\n\t}" ::"r"(barrier),
-        "r"(parity)
+        "r"(parity), "n"(kNanoseconds)
         : "memory");
   }
 

@@ -24,18 +24,19 @@ CUDA = pathlib.Path("/usr/local/cuda/bin")
 class Kernel:
     architecture: str        # as kernels/CMakeLists.txt has it
     registers: int           # at launch, at most
-    exponentials: int = 0    # of a key tile and thread: two rows' scores, and what rescales them
+    exponentials: int = 0    # of a key tile and thread: two rows' scores
     products: tuple = ()     # wgmma instructions of Q Kᵀ and of P V, a key tile
+    moved_registers: int = 0  # for their descriptors, from vector to uniform registers (R2UR), at most
     spilled_bytes: int = 0   # stored, at most
     divisions: int = 0       # of integers, by what only a launch knows: of a function, at most
 
 
 # sm90: 64 rows of kKeys scores are kKeys / 2 a thread; products are head_dim / 16, and kKeys / 16 for each 128 columns.
 KERNELS = {
-    "attention_sm90_dim64": Kernel("90a", 128, 66, (4, 8)),
-    "attention_sm90_dim96": Kernel("90a", 128, 50, (6, 6)),
-    "attention_sm90_dim128": Kernel("90a", 168, 66, (8, 8)),
-    "attention_sm90_dim256": Kernel("90a", 168, 42, (16, 10)),
+    "attention_sm90_dim64": Kernel("90a", 128, 64, (4, 8)),
+    "attention_sm90_dim96": Kernel("90a", 128, 48, (6, 6)),
+    "attention_sm90_dim128": Kernel("90a", 168, 64, (8, 8)),
+    "attention_sm90_dim256": Kernel("90a", 168, 40, (16, 10), moved_registers=6),
     "attention_sm80_dim64": Kernel("80", 255),
     "attention_sm80_dim96": Kernel("80", 255),
     "attention_sm80_dim128": Kernel("80", 255, spilled_bytes=64),  # two CTAs on a multiprocessor: 255 registers
@@ -44,6 +45,9 @@ KERNELS = {
     # Two CTAs of the product on a multiprocessor of 9.0. Products divide once a CTA, routing for its entries.
     "expert_ops": Kernel("80", 128, spilled_bytes=4, divisions=8),
 }
+
+
+LOOPS = 2  # of key tiles: masked ones, and whole ones
 
 
 def tool(name):
@@ -90,9 +94,15 @@ def division_faults(kernel, instructions):
 
 
 def loop_faults(kernel, instructions):
-    """The main loop issues Q Kᵀ and, behind it, P V; the exponentials run before it waits for P V."""
-    order = [name for name in instructions
-             if name.split(".")[0] in ("HGMMA", "LDL", "STL") or name.startswith(("MUFU.EX2", "WARPGROUP"))]
+    """The main loops, of masked key tiles and of whole ones, issue Q Kᵀ and, behind it, P V; the exponentials run before they
+    wait for P V."""
+    order, moves = [], []  # with how many registers were moved before
+    moved = 0
+    for name in instructions:
+        moved += name.startswith("R2UR")
+        if name.split(".")[0] in ("HGMMA", "LDL", "STL") or name.startswith(("MUFU.EX2", "WARPGROUP")):
+            order.append(name)
+            moves.append(moved)
     batches, at = [], 0  # runs of products: index of the first, and how many
     while at < len(order):
         first = at
@@ -105,21 +115,24 @@ def loop_faults(kernel, instructions):
     # P V of 256 columns takes two instructions a step.
     pairs = [(one, two) for one, two in zip(batches, batches[1:])
              if one[1] == qk and two[1] in (pv, 2 * pv) and order[one[0] + one[1] : two[0]] == ["WARPGROUP.ARRIVE"]]
-    if len(pairs) != 1:
-        yield f"{len(pairs)} loops that issue {qk} and then {pv} products, of which there is one; batches {batches}"
+    if len(pairs) != LOOPS:
+        yield f"{len(pairs)} loops that issue {qk} and then {pv} products, of which there are {LOOPS}; batches {batches}"
         return
-    _, (first, count) = pairs[0]
-    rest = order[first + count :]
-    waits = [i for i, name in enumerate(rest) if name.startswith("WARPGROUP.DEPBAR")]
-    if len(waits) < 2:
-        yield "the loop does not wait for Q Kᵀ and then for P V"
-        return
-    between = rest[waits[0] + 1 : waits[1]]
-    exponentials = sum(name.startswith("MUFU.EX2") for name in between)
-    if exponentials < kernel.exponentials:
-        yield f"{exponentials} of {kernel.exponentials} exponentials run under P V"
-    if any(name.startswith(("LDL", "STL")) for name in between):
-        yield "the loop uses local memory"
+    for (begin, _), (first, count) in pairs:
+        moved = moves[first + count - 1] - moves[begin]
+        if moved > kernel.moved_registers:
+            yield f"{moved} registers are moved to uniform ones among the products, at most {kernel.moved_registers}"
+        rest = order[first + count :]
+        waits = [i for i, name in enumerate(rest) if name.startswith("WARPGROUP.DEPBAR")]
+        if len(waits) < 2:
+            yield "a loop does not wait for Q Kᵀ and then for P V"
+            continue
+        between = rest[waits[0] + 1 : waits[1]]
+        exponentials = sum(name.startswith("MUFU.EX2") for name in between)
+        if exponentials < kernel.exponentials:
+            yield f"{exponentials} of {kernel.exponentials} exponentials run under P V"
+        if any(name.startswith(("LDL", "STL")) for name in between):
+            yield "a loop uses local memory"
 
 
 def main(names):

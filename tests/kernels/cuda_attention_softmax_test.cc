@@ -50,8 +50,8 @@ std::string RunSoftmax(const std::vector<float>& scores, uint64_t seed, State& s
         const uint32_t key = first_key + AccumulatorColumn(lane, i);
         tile[i] = key < kKeys ? scores[AccumulatorRow(lane, i) * kKeys + key] : kNegativeInfinity;
       }
-      UpdateSoftmax<EmulatedMachine>(tile, params.scale_log2, rows, rescale);
-      RescaleRows(output, rescale);
+      if (UpdateSoftmax<EmulatedMachine>(tile, params.scale_log2, rows, rescale))
+        RescaleRows(output, rescale);
       for (int i = 0; i < kElements; ++i) {
         probabilities[AccumulatorRow(lane, i) * kTileKeys + AccumulatorColumn(lane, i)] = tile[i];
       }
@@ -103,6 +103,43 @@ TEST(CudaAttentionSoftmaxTest, AMillionKeysDoNotDrift) {
         EXPECT_NEAR(state->o[row * kColumns + column], o[row], 3e-4) << "row " << row;
       }
     }
+  }
+}
+
+// One row's largest score rises by `step` powers of two a tile. Its probabilities are relative to the same
+// score until one would be above 2^8.
+TEST(CudaAttentionSoftmaxTest, AShiftStaysUntilAProbabilityWouldBeAbove256) {
+  for (const float step : {0.0f, 0.5f, 3.0f, 7.9f, 8.1f, 40.0f}) {
+    EmulatedCta warp(32, 0, 1, 64, /*seed=*/1);
+    const std::string error = warp.Run([&] {
+      const uint32_t lane = EmulatedMachine::Thread();
+      RowPair rows;
+      float tile[8], rescale[2];
+      double shift = 0, sum = 0;  // of row 5, which alone rises: log2 of scores
+      for (int number = 0; number < 40; ++number) {
+        const float peak = 2 + step * number;
+        for (int i = 0; i < 8; ++i) {
+          tile[i] = (AccumulatorRow(lane, i) == 5 && AccumulatorColumn(lane, i) == 3 ? peak : 1) / kScale;
+        }
+        const bool rescales = UpdateSoftmax<EmulatedMachine>(tile, kScale, rows, rescale);
+        const bool moves = number == 0 || peak > shift + 8;
+        EXPECT_EQ(rescales, moves) << "step " << step << ", tile " << number;
+        if (moves) sum *= number == 0 ? 0 : std::exp2(shift - peak), shift = peak;
+        sum += std::exp2(peak - shift) + 15 * std::exp2(1 - shift);
+        for (int row = 0; row < 2; ++row) {
+          float of_row = rows.sum[row];
+          of_row += EmulatedMachine::ShuffleXor(of_row, 1);
+          of_row += EmulatedMachine::ShuffleXor(of_row, 2);
+          if (AccumulatorRow(lane, 2 * row) == 5) {
+            EXPECT_NEAR(rows.shift[row] * kScale, shift, 1e-4);
+            EXPECT_NEAR(of_row, sum, 1e-5 * sum) << "step " << step << ", tile " << number;
+          } else {
+            EXPECT_EQ(rescale[row], number == 0 ? 0 : 1) << "of other rows";
+          }
+        }
+      }
+    });
+    EXPECT_EQ(error, "");
   }
 }
 

@@ -79,6 +79,7 @@ TEST_F(CudaAttentionTilesTest, KeyTilesHoldWhatTheQueriesSee) {
     for (uint32_t begin = 0; begin < shape.q_tokens; begin += kRows) {
       const KeyTiles<kRows, kKeys> keys(shape, {.head = 0, .begin = begin});
       const uint32_t end = std::min(begin + kRows, shape.q_tokens);
+      uint32_t first_whole = UINT32_MAX;
       for (uint32_t tile = 0; tile * kKeys < shape.k_tokens + kKeys; ++tile) {
         int visible = 0;
         for (uint32_t q = begin; q < end; ++q) {
@@ -90,8 +91,10 @@ TEST_F(CudaAttentionTilesTest, KeyTilesHoldWhatTheQueriesSee) {
         ASSERT_TRUE(loaded || visible == 0) << "tile " << tile << " is visible";
         if (loaded) {
           ASSERT_EQ(keys.Whole(tile), visible == static_cast<int>((end - begin) * kKeys)) << tile;
+          if (keys.Whole(tile)) first_whole = std::min(first_whole, tile);
         }
       }
+      if (first_whole != UINT32_MAX) ASSERT_EQ(keys.FirstWhole(), first_whole);
       ASSERT_TRUE(keys.Empty() || (shape.VisibleKeys(begin).begin < (keys.begin + 1) * kKeys &&
                                    shape.VisibleKeys(end - 1).end > (keys.end - 1) * kKeys))
           << "a tile beyond the range is loaded";
@@ -190,11 +193,14 @@ TEST_F(CudaAttentionTilesTest, DescriptorsHoldTheirFields) {
   static_assert((kNarrow >> 32 & 0x3fff) == 512 >> 4);
   static_assert(kNarrow >> 62 == 2);
   // The fifth step of 16 columns is the first of the second slab; a step of 16 rows is two groups of eight.
-  EXPECT_EQ(ColumnStepDescriptor(0x800, 0x4000, 64, 4) & 0x3fff, 0x4800u >> 4);
-  EXPECT_EQ(ColumnStepDescriptor(0x800, 0x4000, 64, 3) & 0x3fff, 0x860u >> 4);
-  EXPECT_EQ(ColumnStepDescriptor(0x800, 0x4000, 32, 3) & 0x3fff, 0x4820u >> 4);
-  EXPECT_EQ(RowStepDescriptor(0x800, 0x4000, 64, 3) & 0x3fff, 0x2000u >> 4);
-  EXPECT_EQ(RowStepDescriptor(0x800, 0x4000, 32, 3) & 0x3fff, 0x1400u >> 4);
+  EXPECT_EQ(ColumnStepBytes(0x4000, 64, 4), 0x4000u);
+  EXPECT_EQ(ColumnStepBytes(0x4000, 64, 3), 0x60u);
+  EXPECT_EQ(ColumnStepBytes(0x4000, 32, 3), 0x4020u);
+  EXPECT_EQ(RowStepBytes(64, 3), 0x1800u);
+  EXPECT_EQ(RowStepBytes(32, 3), 0xc00u);
+  // What lies further on has the same fields but for the address.
+  EXPECT_EQ(DescriptorAt(kDescriptor, 0x4060), WgmmaDescriptor(0x30460, 16384, 64));
+  EXPECT_EQ(DescriptorAt(kNarrow, 0xbc00), WgmmaDescriptor(0x38000, 7168, 32));  // near the end of the field
 }
 
 }  // namespace

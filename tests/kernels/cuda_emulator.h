@@ -65,8 +65,7 @@ class EmulatedCta {
         random_(seed),
         shared_(shared_bytes, 0xff),
         fibers_(threads),
-        warps_(threads / 32),
-        quads_(threads / 4) {}
+        warps_(threads / 32) {}
 
   // Runs `body` in every thread. Empty, or what went wrong.
   std::string Run(const std::function<void()>& body) {
@@ -329,8 +328,7 @@ class EmulatedCta {
   std::vector<uint8_t> shared_;
   std::vector<Fiber> fibers_;
   std::vector<Warp> warps_;
-  std::vector<Rendezvous> quads_;
-  std::map<uint32_t, Rendezvous> named_;
+  Rendezvous all_;
   std::map<uint32_t, TransactionBarrier> barriers_;
   std::vector<BoxCopy> copies_;
   const std::function<void()>* body_ = nullptr;
@@ -350,8 +348,7 @@ struct EmulatedMachine {
   static uint32_t Block() { return Cta().block_; }
   static uint32_t Blocks() { return Cta().blocks_; }
   static uint32_t Uniform(uint32_t value) { return value; }
-  static void SyncThreads() { Cta().Meet(Cta().named_[0], static_cast<uint32_t>(Cta().fibers_.size())); }
-  static void SyncQuad(uint32_t lane) { Cta().Meet(Cta().quads_[Thread() / 4], 4); }
+  static void SyncThreads() { Cta().Meet(Cta().all_, static_cast<uint32_t>(Cta().fibers_.size())); }
   static float ShuffleXor(float value, int mask) {
     const auto& posted = Cta().Exchange({std::bit_cast<uint32_t>(value)});
     return std::bit_cast<float>(posted[Thread() % 32 ^ mask][0]);
@@ -370,6 +367,7 @@ struct EmulatedMachine {
     for (uint32_t lane = 0; lane < 32; ++lane) votes |= posted[lane][0] << lane;
     return votes;
   }
+  static bool Any(bool holds) { return Ballot(holds) != 0; }
   static uint32_t PopCount(uint32_t bits) { return static_cast<uint32_t>(std::popcount(bits)); }
   static uint32_t LoadShared(uint32_t shared) {
     uint32_t value;
@@ -445,11 +443,6 @@ struct EmulatedMachine {
   static void ReleaseRegisters() {}
   template <int kRegisters>
   static void ClaimRegisters() {}
-  static void NamedSync(uint32_t barrier, uint32_t threads) { Cta().Meet(Cta().named_[barrier], threads); }
-  static void NamedArrive(uint32_t barrier, uint32_t threads) {
-    Cta().named_[barrier].Arrive(threads);
-    Cta().Pause();
-  }
   static void BarrierInit(uint32_t barrier, uint32_t arrivals) {
     Cta().At(barrier, 8);
     Cta().barriers_[barrier] = {arrivals, arrivals};
