@@ -107,6 +107,8 @@ struct Grain {
   int64_t probe_width = 2048;
   int probe_kv_heads = 2;
   double probe_flops = 4e9;
+  // How long it works before it is as fast as in a long prefill: a GPU at its power limit lowers its clocks.
+  double settle_seconds = 0;
 };
 
 class Device {

@@ -66,13 +66,14 @@ ModelShape ProbedShape(const ModelShape& model, const Grain& grain) {
 constexpr int64_t kPeriod = 8191;  // elements after which the noise repeats
 constexpr int64_t kUploadedAtOnce = 128 * kPeriod;
 
-// Values in ±1 without structure. They repeat, which no operation notices.
-std::vector<std::byte> HostNoise(int64_t elements, DType dtype) {
+// Normal values, as a model's are: what a GPU at its power limit computes in a second depends on the bits
+// that change. They repeat, which no operation notices.
+std::vector<std::byte> HostNoise(int64_t elements, DType dtype, double deviation = 1) {
   std::minstd_rand random(1);
-  std::uniform_real_distribution<float> uniform(-1, 1);
+  std::normal_distribution<float> normal(0, static_cast<float>(deviation));
   std::vector<std::byte> period(kPeriod * DTypeBytes(dtype));
   for (size_t at = 0; at < period.size(); at += DTypeBytes(dtype)) {
-    const float value = uniform(random);
+    const float value = normal(random);
     const BFloat16 half = BFloat16::FromFloat(value);
     std::memcpy(&period[at], dtype == DType::kF32 ? static_cast<const void*>(&value) : &half,
                 DTypeBytes(dtype));
@@ -150,7 +151,9 @@ absl::StatusOr<std::shared_ptr<const ProbeWeights>> MakeProbeWeights(const Model
   const auto pack = [&](const ProductShape& product,
                         const Fp8Blocks& fp8) -> absl::StatusOr<std::unique_ptr<PackedWeight>> {
     if (fp8.rows != 0) return PackFp8Noise(device, product, fp8);
-    const std::vector<std::byte> values = HostNoise(product.out_features * product.in_features, shape.dtype);
+    const double deviation = 1 / std::sqrt(static_cast<double>(product.in_features));
+    const std::vector<std::byte> values =
+        HostNoise(product.out_features * product.in_features, shape.dtype, deviation);
     const WeightRows source{.data = values.data(), .dtype = shape.dtype, .rows = product.out_features};
     return device.PackWeight({&source, 1}, product.in_features);
   };

@@ -45,6 +45,7 @@ class LayerProbe {
   int64_t slice_tokens() const { return slice_tokens_; }  // the most of TokenWork and Begin
   int64_t block_tokens() const { return block_tokens_; }  // the most of Block and Merge
   double layer_scale() const { return weights_->layer_scale; }
+  double settle_seconds() const { return stream_.device().grain().settle_seconds; }
 
   // All of a layer but attention, over a slice of tokens: norms, projections, RoPE, the gathered output, MLP.
   // Each call takes the next of kProbeSlices slices: a rank's activations stream through the caches, its

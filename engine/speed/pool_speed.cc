@@ -56,12 +56,16 @@ absl::StatusOr<double> SecondsTogether(Probes probes, Operation operation, int64
   return *middle;
 }
 
-// A line through an operation's seconds at some sizes. With `per`, both are divided by it.
+// A line through an operation's seconds at some sizes, the largest last, on devices that have settled at it.
+// With `per`, both are divided by it.
 absl::StatusOr<CostLine> MeasureLine(Probes probes, Operation operation, std::span<const int64_t> sizes,
                                      double (LayerProbe::*units)(int64_t) const,
                                      double (LayerProbe::*per)(int64_t) const = nullptr) {
   std::vector<CostSample> samples;
   const LayerProbe& probe = *probes.front();
+  for (const auto start = std::chrono::steady_clock::now(); SecondsSince(start) < probe.settle_seconds();) {
+    RETURN_IF_ERROR(SecondsTogether(probes, operation, sizes.back()).status());
+  }
   for (const int64_t tokens : sizes) {
     ASSIGN_OR_RETURN(double seconds, SecondsTogether(probes, operation, tokens));
     const double divisor = per == nullptr ? 1 : (probe.*per)(tokens);

@@ -15,8 +15,9 @@
 namespace meshfill {
 
 // `streams` are as many as run at once, each as a rank of the pool has it; its `ranks` ranks share them
-// equally where they are more. Takes some tenths of a second; wide models are measured narrower. The links
-// are those of ranks in one process: a chunk is handed over by reference. Errors are the device's.
+// equally where they are more. Takes some tenths of a second, on GPUs most of a second
+// (Grain::settle_seconds); wide models are measured narrower. The links are those of ranks in one process: a
+// chunk is handed over by reference. Errors are the device's.
 absl::StatusOr<PoolSpeed> MeasurePoolSpeed(const ModelShape& model, std::span<Stream* const> streams,
                                            int ranks);
 

@@ -8,7 +8,8 @@ Grain CudaGrain() {
           .host_threads = 8,
           .probe_width = 4096,
           .probe_kv_heads = 8,
-          .probe_flops = 2e12};
+          .probe_flops = 2e12,
+          .settle_seconds = 0.25};
 }
 
 }  // namespace meshfill

@@ -3,18 +3,31 @@
 
 #include <gtest/gtest.h>
 
+#include <chrono>
 #include <cmath>
 #include <memory>
 #include <vector>
 
 #include "kernels/cuda/cuda_device.h"
+#include "kernels/monotonic_time.h"
 #include "tests/fake_cuda/fake_cuda.h"
 
 namespace meshfill {
 
+namespace {
+
+double settle_seconds = 0;
+
+}  // namespace
+
 // In place of the GPUs' own: the reference computes here.
 Grain CudaGrain() {
-  return {.slice_tokens = 128, .host_threads = 1, .probe_width = 64, .probe_kv_heads = 2, .probe_flops = 1e6};
+  return {.slice_tokens = 128,
+          .host_threads = 1,
+          .probe_width = 64,
+          .probe_kv_heads = 2,
+          .probe_flops = 1e6,
+          .settle_seconds = settle_seconds};
 }
 
 namespace {
@@ -74,6 +87,19 @@ TEST_F(CudaPoolSpeedTest, RanksShareTheirDevicesSpeed) {
   EXPECT_EQ(speed->lone_rank_speedup, 2);
   EXPECT_EQ(speed->slice_tokens, 128);
   EXPECT_LT(speed->link_bytes_per_second, 1e13);  // measured between the devices, not handed over
+}
+
+// Products do, and then attention.
+TEST_F(CudaPoolSpeedTest, WorksUntilItHasSettled) {
+  const auto of_rank = Devices(1, 1);
+  for (const double seconds : {0.05, 0.2}) {
+    settle_seconds = seconds;
+    const auto start = std::chrono::steady_clock::now();
+    const auto speed = MeasureCudaPoolSpeed(kModel, of_rank);
+    settle_seconds = 0;
+    ASSERT_TRUE(speed.ok()) << speed.status();
+    EXPECT_GT(SecondsSince(start), 2 * seconds);
+  }
 }
 
 }  // namespace
