@@ -7,7 +7,8 @@
 #   tests/deploy/check-gpu.sh model [LOGS]       there: an 8B-shaped model: prefills, predictions, four ranks, the longest prompt;
 #                                                layers of experts
 #   tests/deploy/check-gpu.sh compare [LOGS]     there, right after model: beside PyTorch's attention, products and TTFT;
-#                                                NCCL; compute-sanitizer
+#                                                NCCL; compute-sanitizer. FlashAttention-3 is compared with where
+#                                                PyPI's fa3-fwd is installed
 #
 # Each prints a table and leaves in LOGS (build/gpu/logs): PART.log, the whole output of every step; PART.txt, the table;
 # PART.json, the figures. compare reads model's there; make-ARCH.log and torch.log are of what runs beside the steps.

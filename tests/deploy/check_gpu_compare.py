@@ -101,7 +101,7 @@ def compare_with_torch(run, sizes, torch):
              needs=[PREFLIGHT])
     run.step(TORCH, "measured", 200, torch.measure, needs=[PREFLIGHT])
     for tokens, head_dim, *_ in sizes.attention:
-        name, target = attention_name(tokens, head_dim), 0.9 if head_dim in (64, 256) else 0.85
+        name, target = attention_name(tokens, head_dim), 1.0 if head_dim == 128 else 0.9
         run.step(f"{name}, beside", f"{target} of the best", 10, beside(run, torch, name, target), needs=[TORCH])
     run.step("product, beside", "0.95 of PyTorch", 10, beside(run, torch, "product", 0.95), needs=[TORCH])
     ours = figures_of_the_model(run)

@@ -16,6 +16,11 @@ import torch
 import transformers
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+try:
+    from fa3_fwd_interface import flash_attn_func as flash_attention_3  # PyPI's fa3-fwd: FlashAttention-3, forward
+except ImportError:
+    flash_attention_3 = None
+
 
 def median_seconds(body, repeats):
     body()
@@ -30,19 +35,37 @@ def median_seconds(body, repeats):
     return statistics.median(times)
 
 
+def first_that_runs(*makers):
+    """Seconds of what the first of `makers` makes that this build of PyTorch has a kernel for; None: of none."""
+    for make in makers:
+        try:
+            return median_seconds(make(), 20)
+        except RuntimeError:
+            traceback.print_exc()
+    return None
+
+
 def attention(tokens, head_dim, q_heads, kv_heads):
     q = torch.randn(1, q_heads, tokens, head_dim, device="cuda", dtype=torch.bfloat16)
     k, v = (torch.randn(1, kv_heads, tokens, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     flops = 4 * head_dim * q_heads * tokens * (tokens + 1) / 2
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+
+    def each_head_its_own():
+        keys, values = (x.repeat_interleave(q_heads // kv_heads, dim=1) for x in (k, v))
+        return lambda: sdpa(q, keys, values, is_causal=True)
+
     speeds = {}
     for name, backend in (("cudnn", SDPBackend.CUDNN_ATTENTION), ("flash", SDPBackend.FLASH_ATTENTION)):
-        try:
-            with sdpa_kernel(backend):
-                seconds = median_seconds(
-                    lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True), 20)
+        with sdpa_kernel(backend):
+            seconds = first_that_runs(lambda: lambda: sdpa(q, k, v, is_causal=True, enable_gqa=True), each_head_its_own)
+        if seconds:
             speeds[name] = flops / seconds / 1e12
-        except RuntimeError:  # this build of PyTorch has no such kernel for these shapes
-            traceback.print_exc()
+    if flash_attention_3:
+        rows = [x.transpose(1, 2).contiguous() for x in (q, k, v)]
+        seconds = first_that_runs(lambda: lambda: flash_attention_3(*rows, causal=True))
+        if seconds:
+            speeds["flash3"] = flops / seconds / 1e12
     return speeds
 
 
