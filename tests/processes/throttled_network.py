@@ -173,10 +173,10 @@ class Pool:
         return json.loads(done.stdout), [after - b for after, b in zip(self.network.sent_bytes(), before)]
 
     def planned(self, spread):
-        """What the server's plan says that weights add, in seconds."""
+        """What the server's plan says, as JSON."""
         done = run("plan", "--server", self.address, "--tokens", self.tokens, "--json", *spread)
         assert done.returncode == 0, done.stderr.decode()
-        return json.loads(done.stdout)["weights"]["seconds"]
+        return json.loads(done.stdout)
 
     def waited_for_weights(self):
         """Seconds since the beginning that a rank has stood still for weights, on average."""
@@ -205,7 +205,8 @@ def compare(pool, repeats):
     holds = True
     seconds, waits = {}, {}
     print(f"{TOKENS:,} tokens, {HOSTS} hosts, {repeats} runs each in turns; medians")
-    print(f"{'':22} {'plan':>8} {'seconds':>9} {'comm wait':>10} {'sent by a host':>15} {'of the formula':>15}")
+    print(f"{'':22} {'plan':>8} {'seconds':>9} {'predicted':>10} {'comm wait':>10} {'sent by a host':>15} "
+          f"{'of the formula':>15}")
     for name, results in runs.items():
         answers = [answer for answer, _ in results]
         seconds[name] = statistics.median(answer["seconds"]["prefill"] for answer in answers)
@@ -213,7 +214,8 @@ def compare(pool, repeats):
         formula = sum(answers[0]["comm_bytes"].values())
         sent = statistics.median(sum(each) / HOSTS for _, each in results)
         heads, tile = shape_of(answers[0]["plan"])
-        print(f"{name:22} {f'{heads}·{tile}':>8} {seconds[name]:9.2f} {waits[name]:10.2f} "
+        predicted = pool.planned(spreads[name])["predicted"]["seconds"]  # corrected by what was measured
+        print(f"{name:22} {f'{heads}·{tile}':>8} {seconds[name]:9.2f} {predicted:10.2f} {waits[name]:10.2f} "
               f"{sent / 2**20:11.2f} MiB {sent / formula:15.4f}")
         # The formula is that of the host that sends most: of contiguous chunks the last ones send less.
         holds = holds and (sent / formula <= 1 + FRAMING if pool.window else abs(sent / formula - 1) <= FRAMING)
@@ -244,7 +246,7 @@ def compare_weights(folder, network, repeats, tokens):
             pools[weights] = Pool(folder / weights, network, measured=False, window=0, weights=weights, tokens=tokens)
             stack.callback(pools[weights].close)
             pools[weights].set_up()
-        uncorrected = pools["sharded"].planned(spread)
+        uncorrected = pools["sharded"].planned(spread)["weights"]["seconds"]
         for pool in pools.values():
             pool.prefill(spread)  # packs the shares
         for _ in range(repeats):
@@ -253,7 +255,7 @@ def compare_weights(folder, network, repeats, tokens):
                 answers[weights].append(pool.prefill(spread)[0])
                 if weights == "sharded":
                     waited.append(pool.waited_for_weights() - before)
-        planned = pools["sharded"].planned(spread)
+        planned = pools["sharded"].planned(spread)["weights"]["seconds"]
     taken = {weights: [answer["seconds"]["prefill"] for answer in of] for weights, of in answers.items()}
     added = [sharded - resident for resident, sharded in zip(taken["resident"], taken["sharded"], strict=True)]
     gathered = answers["sharded"][0]["comm_bytes"].get("gather", 0)
