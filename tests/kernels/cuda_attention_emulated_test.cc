@@ -123,6 +123,38 @@ TEST_P(CudaAttentionEmulatedTest, ManyKeyTilesPassThroughTheRing) {
   }
 }
 
+// Masked tiles, whole ones, masked ones again.
+TEST_P(CudaAttentionEmulatedTest, WindowsAreMaskedAtBothEnds) {
+  for (const int head_dim : {64, 96, 128, 256}) {
+    AttentionCase shape{.head_dim = head_dim, .q_tokens = 100, .k_tokens = 700};
+    shape.band.q.base = 600;
+    shape.band.window = Draw(random_, 420, 470);
+    ExpectMatches(shape);
+    if (HasFatalFailure()) return;
+  }
+}
+
+// Scores that grow towards one end of a row, by more than the softmax's slack: what was accumulated must be
+// rescaled on the way.
+TEST_P(CudaAttentionEmulatedTest, ScoresThatGrowAlongTheRow) {
+  for (const int head_dim : {64, 96, 128, 256}) {
+    for (const bool towards_the_end : {false, true}) {
+      AttentionCase shape{.head_dim = head_dim, .q_tokens = 64, .k_tokens = 500};
+      shape.band.q.base = 500;
+      SCOPED_TRACE(absl::StrCat("MESHFILL_SEED=", seed_, ": ", shape.DebugString()));
+      AttentionData before(shape, random_);
+      for (int64_t i = 0; i < std::ssize(before.k); ++i) {
+        const float along = static_cast<float>(i / head_dim) / 500;
+        const float factor = 1 + 8 * (towards_the_end ? along : 1 - along);
+        before.k[i] = BFloat16::FromFloat(factor * BFloat16{before.k[i]}.ToFloat()).bits;
+      }
+      AttentionData after = before;
+      ASSERT_NO_FATAL_FAILURE(Run(shape, after));
+      ExpectReferenceState(shape, before, after);
+    }
+  }
+}
+
 // What a row's sum is multiplied by at each key tile must be exactly 1 while its maximum stays: rounded to
 // the ulp of the maximum, it is off by 2e-5 to 2e-4 after as many tiles. Peaked scores, whose maxima are
 // large.
