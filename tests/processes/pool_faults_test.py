@@ -78,12 +78,20 @@ class PoolFaultsTest(PoolTestCase):
         self.leader.end()
         self.start_leader("pool.hang_timeout=5s")
         workers = self.workers("a", "b", "c")
-        running = self.prefill_middle()
+        prompt = self.tmp / "frozen.bytes"
+        prompt.write_bytes(self.long_prompt.read_bytes()[:24_000])  # with AMX a second
+        running = self.prefill_later(prompt, "--format", "bytes")
         self.wait_until(lambda: self.metric('meshfill_ranks{state="running"}') == 3)
         before = ticks_by_thread(workers[1].process.pid)
-        time.sleep(0.5)
-        after = ticks_by_thread(workers[1].process.pid)
-        busiest = max(after, key=lambda thread: after[thread] - before.get(thread, 0))
+
+        def busiest_thread():
+            """And for how many ticks it has computed since."""
+            gained = {thread: ticks - before.get(thread, 0)
+                      for thread, ticks in ticks_by_thread(workers[1].process.pid).items()}
+            return max(gained.items(), key=lambda entry: entry[1])
+
+        self.wait_until(lambda: busiest_thread()[1] >= 10)
+        busiest, _ = busiest_thread()
         with contextlib.ExitStack() as stack:
             try:
                 stack.enter_context(frozen(busiest))
@@ -92,7 +100,7 @@ class PoolFaultsTest(PoolTestCase):
             self.leader.wait_for("is lost|no rank makes progress")
             result = self.answer_of(running)
             self.assertLess(result["plan"]["ranks"], 3, "".join(self.leader.lines))
-        self.expect_answer(result, self.middle_prompt, "--format", "bytes")
+        self.expect_answer(result, prompt, "--format", "bytes")
         self.assertRegex("".join(self.leader.lines), r'"b" is lost: "(its compute loop stood still|it did not stop)')
         self.leader.wait_for('worker "b" joined', count=2)  # thawed, it comes back by itself
 
