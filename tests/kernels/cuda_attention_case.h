@@ -111,6 +111,25 @@ inline AttentionCase RandomAttentionCase(std::mt19937& random, std::initializer_
   return shape;
 }
 
+// A window: masked key tiles, whole ones, masked ones again.
+inline AttentionCase MaskedAtBothEnds(std::mt19937& random, int head_dim) {
+  AttentionCase shape{.head_dim = head_dim, .q_tokens = 100, .k_tokens = 700};
+  shape.band.q.base = 600;
+  shape.band.window = Draw(random, 420, 470);
+  return shape;
+}
+
+// Makes the scores of a bf16 case grow towards one end of a row by more than the softmax's slack, so that
+// what was accumulated must be rescaled on the way.
+inline void GrowScores(const AttentionCase& shape, bool towards_the_end, AttentionData& data) {
+  for (int64_t i = 0; i < std::ssize(data.k); ++i) {
+    const int64_t key = i / shape.head_dim % shape.k_tokens;
+    const float along = static_cast<float>(key) / shape.k_tokens;
+    const float factor = 1 + 8 * (towards_the_end ? along : 1 - along);
+    data.k[i] = BFloat16::FromFloat(factor * BFloat16{data.k[i]}.ToFloat()).bits;
+  }
+}
+
 // The reference's block, its query heads side by side on the host's cores.
 inline absl::Status AttendByReference(const AttentionCase& shape, const AttentionBlockArgs& block) {
   std::atomic<int> next = 0;

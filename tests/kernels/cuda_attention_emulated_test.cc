@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "absl/functional/function_ref.h"
 #include "absl/strings/str_cat.h"
 #include "kernels/cuda/attention_params.h"
 #include "kernels/cuda/attention_sm80.cuh"
@@ -86,9 +87,11 @@ class CudaAttentionEmulatedTest : public testing::TestWithParam<bool> {
                                                           : RunEmulated<Half>(sm90(), params, random_());
     ASSERT_EQ(error, "");
   }
-  void ExpectMatches(const AttentionCase& shape) {
+  void ExpectMatches(
+      const AttentionCase& shape, absl::FunctionRef<void(AttentionData&)> change = [](AttentionData&) {}) {
     SCOPED_TRACE(absl::StrCat("MESHFILL_SEED=", seed_, ": ", shape.DebugString()));
-    const AttentionData before(shape, random_);
+    AttentionData before(shape, random_);
+    change(before);
     AttentionData after = before;
     ASSERT_NO_FATAL_FAILURE(Run(shape, after));
     ExpectReferenceState(shape, before, after);
@@ -123,34 +126,20 @@ TEST_P(CudaAttentionEmulatedTest, ManyKeyTilesPassThroughTheRing) {
   }
 }
 
-// Masked tiles, whole ones, masked ones again.
 TEST_P(CudaAttentionEmulatedTest, WindowsAreMaskedAtBothEnds) {
   for (const int head_dim : {64, 96, 128, 256}) {
-    AttentionCase shape{.head_dim = head_dim, .q_tokens = 100, .k_tokens = 700};
-    shape.band.q.base = 600;
-    shape.band.window = Draw(random_, 420, 470);
-    ExpectMatches(shape);
+    ExpectMatches(MaskedAtBothEnds(random_, head_dim));
     if (HasFatalFailure()) return;
   }
 }
 
-// Scores that grow towards one end of a row, by more than the softmax's slack: what was accumulated must be
-// rescaled on the way.
 TEST_P(CudaAttentionEmulatedTest, ScoresThatGrowAlongTheRow) {
   for (const int head_dim : {64, 96, 128, 256}) {
     for (const bool towards_the_end : {false, true}) {
       AttentionCase shape{.head_dim = head_dim, .q_tokens = 64, .k_tokens = 500};
       shape.band.q.base = 500;
-      SCOPED_TRACE(absl::StrCat("MESHFILL_SEED=", seed_, ": ", shape.DebugString()));
-      AttentionData before(shape, random_);
-      for (int64_t i = 0; i < std::ssize(before.k); ++i) {
-        const float along = static_cast<float>(i / head_dim) / 500;
-        const float factor = 1 + 8 * (towards_the_end ? along : 1 - along);
-        before.k[i] = BFloat16::FromFloat(factor * BFloat16{before.k[i]}.ToFloat()).bits;
-      }
-      AttentionData after = before;
-      ASSERT_NO_FATAL_FAILURE(Run(shape, after));
-      ExpectReferenceState(shape, before, after);
+      ExpectMatches(shape, [&](AttentionData& data) { GrowScores(shape, towards_the_end, data); });
+      if (HasFatalFailure()) return;
     }
   }
 }

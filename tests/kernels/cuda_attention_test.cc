@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "absl/functional/function_ref.h"
 #include "absl/strings/str_cat.h"
 #include "kernels/cuda/attention.h"
 #include "kernels/cuda/attention_bench.h"
@@ -58,9 +59,11 @@ class CudaAttentionTest : public testing::TestWithParam<CudaAttentionKernel> {
     o.CopyTo(data.o);
     lse.CopyTo(data.lse);
   }
-  void ExpectMatches(const AttentionCase& shape) {
+  void ExpectMatches(
+      const AttentionCase& shape, absl::FunctionRef<void(AttentionData&)> change = [](AttentionData&) {}) {
     SCOPED_TRACE(absl::StrCat("MESHFILL_SEED=", seed_, ": ", shape.DebugString()));
-    const AttentionData before(shape, random_);
+    AttentionData before(shape, random_);
+    change(before);
     AttentionData after = before;
     ASSERT_NO_FATAL_FAILURE(Run(shape, after, GetParam()));
     ExpectReferenceState(shape, before, after);
@@ -99,6 +102,24 @@ TEST_P(CudaAttentionTest, RandomBlocksMatchTheReference) {
   for (int draw = 0; draw < 100; ++draw) {
     ExpectMatches(RandomAttentionCase(random_, {8, 40, 64, 72, 80, 88, 96, 112, 128, 136, 192, 256}, 900));
     if (HasFatalFailure()) return;
+  }
+}
+
+TEST_P(CudaAttentionTest, WindowsAreMaskedAtBothEnds) {
+  for (const int head_dim : {64, 96, 128, 256}) {
+    ExpectMatches(MaskedAtBothEnds(random_, head_dim));
+    if (HasFatalFailure()) return;
+  }
+}
+
+TEST_P(CudaAttentionTest, ScoresThatGrowAlongTheRow) {
+  for (const int head_dim : {64, 96, 128, 256}) {
+    for (const bool towards_the_end : {false, true}) {
+      AttentionCase shape{.head_dim = head_dim, .kv_heads = 2, .group = 2, .q_tokens = 600, .k_tokens = 5000};
+      shape.band.q.base = 5000;
+      ExpectMatches(shape, [&](AttentionData& data) { GrowScores(shape, towards_the_end, data); });
+      if (HasFatalFailure()) return;
+    }
   }
 }
 
