@@ -12,7 +12,7 @@
 #include "server/observe/liveness.h"
 #include "server/observe/log.h"
 #include "server/observe/worker_metrics.h"
-#include "server/pool/worker_process.h"
+#include "server/pool/worker/worker_process.h"
 #include "server/process_setup.h"
 #include "server/shutdown_signals.h"
 

@@ -43,11 +43,13 @@ INNER = {
     "server/listener": {"server/config", "server/observe", "server/access"},
     "server/api": {"server/config", "server/observe", "server/access", "server/listener"},
     "server/pool": {"server/config", "server/observe", "server/access", "server/listener", "server/api"},
+    "server/pool/worker": {"server/config", "server/observe", "server/access", "server/listener", "server/api", "server/pool"},
     "server/cli": {"server/config", "server/access", "server/api"},
     "server/cli/commands": {"server/config", "server/pictures", "server/api", "server/pool", "server/cli",
                             "server"},
-    "server/cli/bench": {"server/config", "server/api", "server/pool", "server/cli", "server/cli/commands"},
-    "server": {"server/config", "server/observe", "server/api", "server/pool"},
+    "server/cli/bench": {"server/config", "server/api", "server/pool", "server/pool/worker", "server/cli",
+                         "server/cli/commands"},
+    "server": {"server/config", "server/observe", "server/api", "server/pool", "server/pool/worker"},
 }
 # The binary's root, which knows the commands.
 ABOVE_ALL = {"server/main.cc"}

@@ -33,7 +33,7 @@ PARSERS = {
     "HTTP pages": ["server/observe/gzip.cc", "server/observe/http_pages.cc"],
     "control messages": ["server/pool/control_service.cc", "server/pool/kv_directory.cc", "server/pool/leader.cc",
                          "server/pool/link_survey.cc", "server/pool/membership.cc", "server/pool/offered_speed.cc",
-                         "server/pool/run_coordinator.cc", "server/pool/worker_machine.cc"],
+                         "server/pool/run_coordinator.cc", "server/pool/worker/worker_machine.cc"],
     "run plan": ["server/pool/run_plan.cc"],
     "data plane": ["engine/comm/gloo/gloo.cc", "engine/comm/gloo/gloo_rendezvous.cc", "engine/comm/gloo/tls_channel.cc"],
 }

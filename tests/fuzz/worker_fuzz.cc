@@ -3,7 +3,7 @@
 #include <variant>
 
 #include "server/pool/run_plan.h"
-#include "server/pool/worker_machine.h"
+#include "server/pool/worker/worker_machine.h"
 #include "tests/fuzz/fuzz_target.h"
 #include "tests/fuzz/good_plans.h"
 #include "tests/fuzz/quiet_protobuf.h"

@@ -24,7 +24,7 @@
 #include "server/cli/result_text.h"
 #include "server/config/config.h"
 #include "server/pool/pool_engine.h"
-#include "server/pool/worker_process.h"
+#include "server/pool/worker/worker_process.h"
 
 namespace meshfill {
 namespace {

@@ -11,8 +11,8 @@
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "gtest/gtest.h"
-#include "server/pool/control_client.h"
 #include "server/pool/control_service.h"
+#include "server/pool/worker/control_client.h"
 #include "tests/engine/temp_folder.h"
 
 namespace meshfill {

@@ -23,7 +23,7 @@
 #include "server/api/front_end.h"
 #include "server/config/config.h"
 #include "server/pool/pool_engine.h"
-#include "server/pool/worker_process.h"
+#include "server/pool/worker/worker_process.h"
 #include "tests/server/api/kv_client.h"
 #include "tests/server/eventually.h"
 

@@ -53,9 +53,9 @@
 #include <vector>
 
 #include "absl/time/time.h"
-#include "server/pool/held_kv.h"
 #include "server/pool/leader.h"
-#include "server/pool/worker_machine.h"
+#include "server/pool/worker/held_kv.h"
+#include "server/pool/worker/worker_machine.h"
 
 namespace meshfill {
 

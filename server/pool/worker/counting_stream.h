@@ -1,7 +1,7 @@
 // A stream that tells what its rank is at: how many operations have begun and ended, and whether one is
 // under way. From this the leader knows a rank that computes from one that stands still.
-#ifndef MESHFILL_SERVER_POOL_COUNTING_STREAM_H_
-#define MESHFILL_SERVER_POOL_COUNTING_STREAM_H_
+#ifndef MESHFILL_SERVER_POOL_WORKER_COUNTING_STREAM_H_
+#define MESHFILL_SERVER_POOL_WORKER_COUNTING_STREAM_H_
 
 #include <atomic>
 #include <cstdint>
@@ -115,4 +115,4 @@ class CountingStream final : public Stream {
 
 }  // namespace meshfill
 
-#endif  // MESHFILL_SERVER_POOL_COUNTING_STREAM_H_
+#endif  // MESHFILL_SERVER_POOL_WORKER_COUNTING_STREAM_H_

@@ -18,8 +18,8 @@
 //  - Memory is reserved from Prepare to Finish or to the host's OnRunStopped, by all runs together never more
 //    than was offered.
 //  - What is of an unknown run is late and ignored, but Cancel and Abort are always confirmed.
-#ifndef MESHFILL_SERVER_POOL_WORKER_MACHINE_H_
-#define MESHFILL_SERVER_POOL_WORKER_MACHINE_H_
+#ifndef MESHFILL_SERVER_POOL_WORKER_WORKER_MACHINE_H_
+#define MESHFILL_SERVER_POOL_WORKER_WORKER_MACHINE_H_
 
 #include <cstdint>
 #include <map>
@@ -37,7 +37,7 @@
 #include "engine/run/rank_runner.h"
 #include "meshfill/v1/control.pb.h"
 #include "server/observe/log_line.h"
-#include "server/pool/held_kv.h"
+#include "server/pool/worker/held_kv.h"
 
 namespace meshfill {
 
@@ -216,4 +216,4 @@ class WorkerMachine {
 
 }  // namespace meshfill
 
-#endif  // MESHFILL_SERVER_POOL_WORKER_MACHINE_H_
+#endif  // MESHFILL_SERVER_POOL_WORKER_WORKER_MACHINE_H_

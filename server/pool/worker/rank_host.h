@@ -7,8 +7,8 @@
 // Runs know nothing of each other: each rank of each has a thread, a stream and connections of its own. One
 // that stands still keeps its memory and these alone. Where messages of runs do not mix (data_plane.h), its
 // ranks stand still where those of its other workers do (message_gate.h).
-#ifndef MESHFILL_SERVER_POOL_RANK_HOST_H_
-#define MESHFILL_SERVER_POOL_RANK_HOST_H_
+#ifndef MESHFILL_SERVER_POOL_WORKER_RANK_HOST_H_
+#define MESHFILL_SERVER_POOL_WORKER_RANK_HOST_H_
 
 #include <atomic>
 #include <deque>
@@ -30,8 +30,8 @@
 #include "engine/run/sharded_weights.h"
 #include "kernels/mutex.h"
 #include "meshfill/v1/control.pb.h"
-#include "server/pool/held_kv.h"
-#include "server/pool/worker_machine.h"
+#include "server/pool/worker/held_kv.h"
+#include "server/pool/worker/worker_machine.h"
 
 namespace meshfill {
 
@@ -135,4 +135,4 @@ class RankHost {
 
 }  // namespace meshfill
 
-#endif  // MESHFILL_SERVER_POOL_RANK_HOST_H_
+#endif  // MESHFILL_SERVER_POOL_WORKER_RANK_HOST_H_

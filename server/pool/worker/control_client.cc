@@ -1,4 +1,4 @@
-#include "server/pool/control_client.h"
+#include "server/pool/worker/control_client.h"
 
 #include <deque>
 #include <map>

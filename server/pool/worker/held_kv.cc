@@ -1,4 +1,4 @@
-#include "server/pool/held_kv.h"
+#include "server/pool/worker/held_kv.h"
 
 #include <algorithm>
 #include <utility>

@@ -1,4 +1,4 @@
-#include "server/pool/worker_machine.h"
+#include "server/pool/worker/worker_machine.h"
 
 #include <algorithm>
 #include <iterator>

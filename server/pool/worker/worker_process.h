@@ -1,7 +1,7 @@
 // A worker of a pool: its state machine bound to a control stream, to the ranks that compute, to the port at
 // which it serves what they keep, and to the time.
-#ifndef MESHFILL_SERVER_POOL_WORKER_PROCESS_H_
-#define MESHFILL_SERVER_POOL_WORKER_PROCESS_H_
+#ifndef MESHFILL_SERVER_POOL_WORKER_WORKER_PROCESS_H_
+#define MESHFILL_SERVER_POOL_WORKER_WORKER_PROCESS_H_
 
 #include <memory>
 #include <optional>
@@ -42,4 +42,4 @@ class WorkerProcess {
 
 }  // namespace meshfill
 
-#endif  // MESHFILL_SERVER_POOL_WORKER_PROCESS_H_
+#endif  // MESHFILL_SERVER_POOL_WORKER_WORKER_PROCESS_H_

@@ -1,5 +1,5 @@
 // A worker's ranks on the CPU, over gloo on the loopback device. On GPUs: rank_host_cuda_test.
-#include "server/pool/rank_host.h"
+#include "server/pool/worker/rank_host.h"
 
 #include <unistd.h>
 
@@ -16,7 +16,7 @@
 #include "engine/prefill_engine.h"
 #include "kernels/monotonic_time.h"
 #include "tests/engine/devices/toy/toy_platform.h"
-#include "tests/server/pool/rank_host_fixture.h"
+#include "tests/server/pool/worker/rank_host_fixture.h"
 
 namespace meshfill {
 namespace {

@@ -1,4 +1,4 @@
-#include "server/pool/worker_process.h"
+#include "server/pool/worker/worker_process.h"
 
 #include <unistd.h>
 
@@ -19,11 +19,11 @@
 #include "server/observe/build_name.h"
 #include "server/observe/liveness.h"
 #include "server/observe/log.h"
-#include "server/pool/control_client.h"
-#include "server/pool/holder_service.h"
 #include "server/pool/membership.h"
-#include "server/pool/rank_host.h"
-#include "server/pool/worker_machine.h"
+#include "server/pool/worker/control_client.h"
+#include "server/pool/worker/holder_service.h"
+#include "server/pool/worker/rank_host.h"
+#include "server/pool/worker/worker_machine.h"
 
 namespace meshfill {
 namespace {

@@ -1,6 +1,6 @@
 // The worker's machine, event by event, in virtual time; what it does when everything fails at once is
 // pool_simulation_test's.
-#include "server/pool/worker_machine.h"
+#include "server/pool/worker/worker_machine.h"
 
 #include <functional>
 #include <optional>
@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "tests/server/pool/worker_machine_fixture.h"
+#include "tests/server/pool/worker/worker_machine_fixture.h"
 
 namespace meshfill {
 namespace {

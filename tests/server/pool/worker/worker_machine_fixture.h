@@ -1,6 +1,6 @@
 // What tests of the worker's machine share: its events in virtual time, and what it wants, by kind.
-#ifndef MESHFILL_TESTS_SERVER_POOL_WORKER_MACHINE_FIXTURE_H_
-#define MESHFILL_TESTS_SERVER_POOL_WORKER_MACHINE_FIXTURE_H_
+#ifndef MESHFILL_TESTS_SERVER_POOL_WORKER_WORKER_MACHINE_FIXTURE_H_
+#define MESHFILL_TESTS_SERVER_POOL_WORKER_WORKER_MACHINE_FIXTURE_H_
 
 #include <gtest/gtest.h>
 
@@ -13,7 +13,7 @@
 #include "absl/strings/str_cat.h"
 #include "engine/plan/planner.h"
 #include "server/pool/run_plan.h"
-#include "server/pool/worker_machine.h"
+#include "server/pool/worker/worker_machine.h"
 
 namespace meshfill {
 
@@ -200,4 +200,4 @@ class WorkerMachineFixture : public testing::Test {
 
 }  // namespace meshfill
 
-#endif  // MESHFILL_TESTS_SERVER_POOL_WORKER_MACHINE_FIXTURE_H_
+#endif  // MESHFILL_TESTS_SERVER_POOL_WORKER_WORKER_MACHINE_FIXTURE_H_

@@ -2,8 +2,8 @@
 //
 // Thread-safe. The listener's calls for one connection come one after another; they come without a lock of
 // this class, and the listener may call back in.
-#ifndef MESHFILL_SERVER_POOL_CONTROL_CLIENT_H_
-#define MESHFILL_SERVER_POOL_CONTROL_CLIENT_H_
+#ifndef MESHFILL_SERVER_POOL_WORKER_CONTROL_CLIENT_H_
+#define MESHFILL_SERVER_POOL_WORKER_CONTROL_CLIENT_H_
 
 #include <cstdint>
 #include <memory>
@@ -45,4 +45,4 @@ class ControlClient {
 
 }  // namespace meshfill
 
-#endif  // MESHFILL_SERVER_POOL_CONTROL_CLIENT_H_
+#endif  // MESHFILL_SERVER_POOL_WORKER_CONTROL_CLIENT_H_

@@ -8,9 +8,9 @@
 #include "absl/time/clock.h"
 #include "gtest/gtest.h"
 #include "kernels/monotonic_time.h"
-#include "server/pool/rank_host.h"
+#include "server/pool/worker/rank_host.h"
 #include "tests/fake_cuda/fake_cuda.h"
-#include "tests/server/pool/rank_host_fixture.h"
+#include "tests/server/pool/worker/rank_host_fixture.h"
 
 namespace meshfill {
 namespace {

@@ -1,6 +1,6 @@
 // What tests of a worker's ranks share: a small model, parts of runs, and a listener that waits.
-#ifndef MESHFILL_TESTS_SERVER_POOL_RANK_HOST_FIXTURE_H_
-#define MESHFILL_TESTS_SERVER_POOL_RANK_HOST_FIXTURE_H_
+#ifndef MESHFILL_TESTS_SERVER_POOL_WORKER_RANK_HOST_FIXTURE_H_
+#define MESHFILL_TESTS_SERVER_POOL_WORKER_RANK_HOST_FIXTURE_H_
 
 #include <chrono>
 #include <condition_variable>
@@ -16,7 +16,7 @@
 #include "engine/model/make_model.h"
 #include "engine/plan/planner.h"
 #include "gtest/gtest.h"
-#include "server/pool/rank_host.h"
+#include "server/pool/worker/rank_host.h"
 
 namespace meshfill {
 
@@ -169,4 +169,4 @@ class RankHostFixture : public testing::Test {
 
 }  // namespace meshfill
 
-#endif  // MESHFILL_TESTS_SERVER_POOL_RANK_HOST_FIXTURE_H_
+#endif  // MESHFILL_TESTS_SERVER_POOL_WORKER_RANK_HOST_FIXTURE_H_

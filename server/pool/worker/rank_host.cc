@@ -1,4 +1,4 @@
-#include "server/pool/rank_host.h"
+#include "server/pool/worker/rank_host.h"
 
 #include <algorithm>
 #include <atomic>
@@ -17,10 +17,10 @@
 #include "kernels/return_if_error.h"
 #include "server/observe/log.h"
 #include "server/observe/speed_log.h"
-#include "server/pool/counting_stream.h"
 #include "server/pool/model_id.h"
 #include "server/pool/offered_speed.h"
 #include "server/pool/run_plan.h"
+#include "server/pool/worker/counting_stream.h"
 
 namespace meshfill {
 namespace {

@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-#include "tests/server/pool/worker_machine_fixture.h"
+#include "tests/server/pool/worker/worker_machine_fixture.h"
 
 namespace meshfill {
 namespace {

@@ -1,4 +1,4 @@
-#include "server/pool/holder_service.h"
+#include "server/pool/worker/holder_service.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

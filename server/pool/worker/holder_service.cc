@@ -1,4 +1,4 @@
-#include "server/pool/holder_service.h"
+#include "server/pool/worker/holder_service.h"
 
 #include <chrono>
 #include <utility>
@@ -11,13 +11,13 @@
 #include "meshfill/v1/prefill.grpc.pb.h"
 #include "server/access/access.h"
 #include "server/access/transport.h"
-#include "server/listener/channel_limits.h"
 #include "server/api/decoded.h"
-#include "server/listener/grpc_listener.h"
 #include "server/api/kv_streams.h"
 #include "server/api/refused_stream.h"
 #include "server/config/address.h"
 #include "server/config/config_units.h"
+#include "server/listener/channel_limits.h"
+#include "server/listener/grpc_listener.h"
 
 namespace meshfill {
 namespace {

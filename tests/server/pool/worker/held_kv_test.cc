@@ -1,5 +1,5 @@
 // What a worker keeps for leases and as a prefix of later runs: beside each other, and as the leader says.
-#include "server/pool/held_kv.h"
+#include "server/pool/worker/held_kv.h"
 
 #include <cstring>
 #include <memory>

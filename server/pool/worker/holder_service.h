@@ -1,7 +1,7 @@
 // The port at which a worker serves the K and V that it holds: PrefillService, of which it answers FetchKv
 // alone, and grpc.health.v1. Protected as the front-end's API (api.tls).
-#ifndef MESHFILL_SERVER_POOL_HOLDER_SERVICE_H_
-#define MESHFILL_SERVER_POOL_HOLDER_SERVICE_H_
+#ifndef MESHFILL_SERVER_POOL_WORKER_HOLDER_SERVICE_H_
+#define MESHFILL_SERVER_POOL_WORKER_HOLDER_SERVICE_H_
 
 #include <memory>
 #include <string>
@@ -37,4 +37,4 @@ class HolderService {
 
 }  // namespace meshfill
 
-#endif  // MESHFILL_SERVER_POOL_HOLDER_SERVICE_H_
+#endif  // MESHFILL_SERVER_POOL_WORKER_HOLDER_SERVICE_H_

@@ -7,8 +7,8 @@
 //
 // A lease holds the runs of its prefix, too. Readers may come while the run computes. A reader gives the
 // tokens of a range that are here. Thread-safe. Time is the caller's clock.
-#ifndef MESHFILL_SERVER_POOL_HELD_KV_H_
-#define MESHFILL_SERVER_POOL_HELD_KV_H_
+#ifndef MESHFILL_SERVER_POOL_WORKER_HELD_KV_H_
+#define MESHFILL_SERVER_POOL_WORKER_HELD_KV_H_
 
 #include <cstdint>
 #include <functional>
@@ -108,4 +108,4 @@ class HeldKv final : public KvSource {
 
 }  // namespace meshfill
 
-#endif  // MESHFILL_SERVER_POOL_HELD_KV_H_
+#endif  // MESHFILL_SERVER_POOL_WORKER_HELD_KV_H_
