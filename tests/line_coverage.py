@@ -32,8 +32,9 @@ PARSERS = {
     "KV parts": ["server/pool/holder_call.cc", "server/pool/pool_kv_reader.cc"],
     "HTTP pages": ["server/observe/gzip.cc", "server/observe/http_pages.cc"],
     "control messages": ["server/pool/control_service.cc", "server/pool/kv_directory.cc", "server/pool/leader.cc",
-                         "server/pool/link_survey.cc", "server/pool/membership.cc", "server/pool/offered_speed.cc",
-                         "server/pool/run_coordinator.cc", "server/pool/worker/worker_machine.cc"],
+                         "server/pool/link_survey.cc", "server/pool/live_runs.cc", "server/pool/membership.cc",
+                         "server/pool/offered_speed.cc", "server/pool/run_coordinator.cc", "server/pool/run_placer.cc",
+                         "server/pool/worker/worker_machine.cc"],
     "run plan": ["server/pool/run_plan.cc"],
     "data plane": ["engine/comm/gloo/gloo.cc", "engine/comm/gloo/gloo_rendezvous.cc", "engine/comm/gloo/tls_channel.cc"],
 }

@@ -13,15 +13,15 @@
 #include "kernels/return_if_error.h"
 #include "meshfill/v1/control.grpc.pb.h"
 #include "server/access/transport.h"
-#include "server/listener/grpc_listener.h"
 #include "server/config/address.h"
+#include "server/listener/grpc_listener.h"
 
 namespace meshfill {
 namespace {
 
 constexpr int kMaxMessageBytes = 16 << 20;  // logits of three million tokens; shards are cut smaller
 constexpr int kMaxConnections = 4096;       // a worker has one
-constexpr int kMaxStreams = 4;               // and one on it
+constexpr int kMaxStreams = 4;              // and one on it
 constexpr int64_t kMaxChannelBytes = int64_t{1} << 30;  // memory of messages that are not complete yet
 constexpr int kMaxMetadataBytes = 16 << 10;
 constexpr auto kShutdownGrace = std::chrono::milliseconds(50);

@@ -2,18 +2,14 @@
 //
 // A pure state machine: events with their time go in, actions come out. No threads, no clock, no network, so
 // that the server (pool_engine.h) and the deterministic simulation run the very same code. Not thread-safe.
-// Who is in the pool is Membership's (membership.h), one attempt at a request is a RunCoordinator's
-// (run_coordinator.h); the leader joins the two: which request runs next, and what the end of a run means for
-// it.
+// Who is in the pool is Membership's (membership.h), on whom of it a run goes, and by which plan, RunPlacer's
+// (run_placer.h), one attempt at a request is a RunCoordinator's (run_coordinator.h). The leader joins them:
+// which request runs next, and what the end of a run means for it.
 //
 //              Submit                             a run completes
 //     ─────────────────► waiting ──────────────► running ──────────────────► answered
 //                           ▲     begins a run      │ the run fails, a worker is lost
 //                           └───────────────────────┘ a piece of the prompt is done, and it has more
-//
-// A run takes the whole pool, or one of the sub-meshes that its request may run on (PrefillOptions): then the
-// one on which fewest compute, of these the one that has what is cached of the prompt. Where none of them has
-// room for it, it takes the whole pool.
 //
 // A prompt that does not fit the memory whole runs in pieces, one run after the other (prompt_pieces.h). A
 // turn may end between two of them as anywhere else; what comes back waits for memory like any other.
@@ -45,41 +41,32 @@
 #define MESHFILL_SERVER_POOL_LEADER_H_
 
 #include <cstdint>
-#include <functional>
 #include <map>
 #include <optional>
 #include <set>
-#include <span>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
-#include "engine/model/weight_feed.h"
 #include "engine/prefill_engine.h"
-#include "kernels/paused_time.h"
 #include "meshfill/v1/control.pb.h"
-#include "server/pool/ended_epochs.h"
 #include "server/pool/kv_directory.h"
 #include "server/pool/leader_actions.h"
 #include "server/pool/link_survey.h"
+#include "server/pool/live_runs.h"
 #include "server/pool/membership.h"
-#include "server/pool/prompt_pieces.h"
 #include "server/pool/run_coordinator.h"
+#include "server/pool/run_placer.h"
 
 namespace meshfill {
-
-// Chooses how many of the ranks to use, and their plan: behind what is cached of the prompt, where that is
-// faster. A pure function.
-using PoolPlanner = std::function<absl::StatusOr<PlanChoice>(
-    const PoolCapacity& capacity, int64_t tokens, const PrefillOptions& options, const CachedPrefix& cached)>;
 
 class Leader {
  public:
   using Connection = LeaderActions::Connection;
   using Ticket = LeaderActions::Ticket;
-  using RunId = uint64_t;  // a run's number; only grows
+  using Request = PoolRequest;
   using Result = RunResult;
 
   struct Options {
@@ -104,12 +91,6 @@ class Leader {
     absl::Duration least_kept_out = absl::Seconds(10);
     absl::Duration most_kept_out = absl::Minutes(5);
     absl::Duration empty_timeout = absl::Seconds(10);  // how long a request waits for a worker to come
-  };
-
-  struct Request {
-    std::string id;
-    std::span<const uint32_t> tokens;  // valid until the answer
-    PrefillOptions options;            // kv_lease: K and V are kept under it, where it is live
   };
 
   // ---- Actions, in the order in which they are to be done.
@@ -176,40 +157,17 @@ class Leader {
   int workers_to_stay() const { return static_cast<int>(members_.ByPlace().size()); }
   // Where a request runs now, as Prefill::place has it.
   uint64_t PlaceOf(Ticket ticket) const;
-  // Of the smallest of so many sub-meshes. None: there are fewer workers, or they share weights.
-  std::optional<PoolCapacity> SubmeshCapacity(int submeshes) const;
+  // As RunPlacer has it.
+  std::optional<PoolCapacity> SubmeshCapacity(int submeshes) const {
+    return placer_.SubmeshCapacity(submeshes);
+  }
   std::vector<PoolLink> links() const { return survey_.Describe(capacity().topology, members_.changed()); }
   double peak_flops() const { return members_.peak_flops(); }
   std::vector<WorkerView> workers() const;  // in the order of their ranks
   Counters counters() const { return {members_.counters(), retries_}; }
-  bool idle() const { return runs_.empty() && requests_.empty(); }
+  bool idle() const { return live_.runs.empty() && live_.requests.empty(); }
 
  private:
-  struct LiveRequest {
-    Request request;
-    RunId run = 0;  // 0: it waits
-    absl::Time waiting_since;
-    std::optional<PromptPieces> pieces;  // none: its prompt is whole, or no piece is begun
-    bool new_attempt = true;             // its next run begins one
-    int attempts = 0;
-    int losses = 0;           // attempts that workers were lost in, but for those that stood still
-    EndedEpochs ended;        // epochs that its runs may have ended
-    bool no_room = false;     // no place or memory beside the runs that live, until one of them is over
-    PausedTime pauses;        // pauses as they were asked for
-    absl::Time begin;         // when its first run began
-    double lost_seconds = 0;  // from `begin` to its present attempt's begin, without pauses and what counts
-  };
-  struct LiveRun {
-    Ticket ticket;  // the run's request, which may be answered already
-    RunCoordinator coordinator;
-  };
-  struct PlannedRun {
-    HeldRuns::Workers workers;  // by place; the plan has ranks for as many of the first
-    Plan plan;
-    bool shares_weights;
-    KvDirectory::RunKv kv;
-  };
-
   RunCoordinator::Outcome OnRunMessage(Connection connection, const v1::WorkerMessage& message,
                                        absl::Time now);
   // The run that the message is of, if it is of one that lives; else null.
@@ -234,59 +192,22 @@ class Leader {
   // Called once something has ended: begins runs for requests that wait, as many as may live.
   void StartWaiting(absl::Time now);
   void StartRun(Ticket ticket, absl::Time now);
-  // What runs next for a request: behind what is cached of it, or all of it. Nothing: there is no memory
-  // beside the runs that live.
-  absl::StatusOr<std::optional<PlannedRun>> PlanRun(RunId run, LiveRequest& live);
-  // On one of its sub-meshes. Nothing: on none of them.
-  std::optional<PlannedRun> PlanOnSubmesh(RunId run, LiveRequest& live, KvSlabs& prefix);
-  // On the whole pool, or on the workers that have the prefix.
-  absl::StatusOr<std::optional<PlannedRun>> PlanBehind(RunId run, LiveRequest& live, KvSlabs& prefix);
-  // Lets go of a prefix that the choice is not behind: others may need its room.
-  absl::StatusOr<std::optional<PlannedRun>> BeginPlanned(RunId run, LiveRequest& live, PlanChoice choice,
-                                                         KvSlabs& prefix, HeldRuns::Workers workers);
-  absl::StatusOr<std::optional<PlannedRun>> PlanNextPiece(RunId run, LiveRequest& live);
-  absl::StatusOr<PlanChoice> PlanOn(const HeldRuns::Workers& workers, const LiveRequest& live,
-                                    const KvSlabs& prefix) const;
-  PoolCapacity CapacityOn(const HeldRuns::Workers& workers) const;
-  // The request's sub-meshes, the one that it is to take first. Empty: it runs on the whole pool.
-  std::vector<HeldRuns::Workers> SubmeshesFor(const LiveRequest& live, const KvSlabs& prefix) const;
-  bool SharesAllWeights() const;  // the workers do, in each run
-  // Whom a run of the request may take: who is there to stay, or who has its pieces.
-  HeldRuns::Workers WorkersFor(const LiveRequest& live) const;
-  bool HasRoom(const Plan& plan, const HeldRuns::Workers& workers, bool shares_weights) const;
-  // What the runs that live have of its memory, with their shares of the weights and the share of one more
-  // run. 0: none lives on it.
-  int64_t TakenOn(const Membership::Worker& worker, const WeightShare& with) const;
-  bool AnyStops() const;  // whether a run is being stopped
   bool Waits(Ticket ticket) const;
-  bool HasPiecesOf(Connection worker) const;  // whether it takes part in a prompt in pieces
-  // The workers with ranks in a new run by this plan.
-  static std::vector<Connection> Seated(const Plan& plan, const HeldRuns::Workers& workers);
   void BeginAttempt(LiveRequest& request, absl::Time now);
-  // Keeps what a request has of its prompt in pieces, and their room, after a run of it that failed.
-  void KeepPieces(LiveRequest& live);
-  // The first request whose turn it is and that has no run; null: none.
-  std::pair<const Ticket, LiveRequest>* FirstWaiting();
-  void PauseRuns(absl::Time now);
-  bool HasTurn(const LiveRun& run) const;
-  // Whether another run has its messages under way on a worker of this one, where they do not mix.
-  bool Blocked(const LiveRun& run) const;
   void Forget(RunId run);  // it is over
   void LookForRoomAgain();
   // An epoch has ended in the request's run; why it is poisonous, or empty.
   std::string Blame(LiveRequest& request, RunId run, const std::string& why, absl::Time now);
   void RefuseOverdue(absl::Time now);  // requests that have waited for a worker for empty_timeout
-  LiveRequest* FindRequest(Ticket ticket);
   void AnswerRequest(Ticket ticket, absl::StatusOr<Result> result);
 
   const Options options_;
-  const PoolPlanner planner_;
   LeaderActions actions_;
   Membership members_;
   KvDirectory kv_;
   LinkSurvey survey_;
-  std::map<Ticket, LiveRequest> requests_;  // until their answers
-  std::map<RunId, LiveRun> runs_;
+  LiveRuns live_;
+  RunPlacer placer_;
   RunId last_run_ = 0;
   Ticket last_ticket_ = 0;
   uint64_t retries_ = 0;

@@ -1,0 +1,88 @@
+// The requests and runs that live at the leader, and what can be asked of all of them together: who waits,
+// whose turn it is, and what their runs have of a worker.
+//
+// Part of the leader's state machine (leader.h), which alone decides what begins and ends. Not thread-safe.
+#ifndef MESHFILL_SERVER_POOL_LIVE_RUNS_H_
+#define MESHFILL_SERVER_POOL_LIVE_RUNS_H_
+
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <span>
+#include <string>
+#include <utility>
+
+#include "absl/time/time.h"
+#include "engine/model/weight_feed.h"
+#include "engine/prefill_engine.h"
+#include "kernels/paused_time.h"
+#include "server/pool/ended_epochs.h"
+#include "server/pool/leader_actions.h"
+#include "server/pool/membership.h"
+#include "server/pool/prompt_pieces.h"
+#include "server/pool/run_coordinator.h"
+
+namespace meshfill {
+
+using RunId = uint64_t;  // a run's number; only grows
+
+struct PoolRequest {
+  std::string id;
+  std::span<const uint32_t> tokens;  // valid until the answer
+  PrefillOptions options;            // kv_lease: K and V are kept under it, where it is live
+};
+
+struct LiveRequest {
+  PoolRequest request;
+  RunId run = 0;  // 0: it waits
+  absl::Time waiting_since;
+  std::optional<PromptPieces> pieces;  // none: its prompt is whole, or no piece is begun
+  bool new_attempt = true;             // its next run begins one
+  int attempts = 0;
+  int losses = 0;           // attempts that workers were lost in, but for those that stood still
+  EndedEpochs ended;        // epochs that its runs may have ended
+  bool no_room = false;     // no place or memory beside the runs that live, until one of them is over
+  PausedTime pauses;        // pauses as they were asked for
+  absl::Time begin;         // when its first run began
+  double lost_seconds = 0;  // from `begin` to its present attempt's begin, without pauses and what counts
+
+  bool has_turn() const { return !pauses.paused(); }
+  bool waits() const { return run == 0; }
+};
+
+struct LiveRun {
+  LeaderActions::Ticket ticket;  // the run's request, which may be answered already
+  RunCoordinator coordinator;
+};
+
+struct LiveRuns {
+  using Connection = LeaderActions::Connection;
+  using Ticket = LeaderActions::Ticket;
+
+  std::map<Ticket, LiveRequest> requests;  // until their answers
+  std::map<RunId, LiveRun> runs;           // until their workers have confirmed the end, or are lost
+
+  // Null: it is answered.
+  LiveRequest* Find(Ticket ticket);
+  const LiveRequest* Find(Ticket ticket) const;
+  // The first request whose turn it is and that has no run; null: none.
+  std::pair<const Ticket, LiveRequest>* FirstWaiting();
+
+  bool HasTurn(const LiveRun& run) const;
+  bool AnyStops() const;  // whether a run is being stopped
+  // Whether another run has its messages under way on a worker of this one, where they do not mix.
+  bool Blocked(const LiveRun& run) const;
+  // Lets all runs stand still whose turn it is not, and others go on. Who waits beside runs that stand still
+  // waits for their ends: they go on, too.
+  void Pause(absl::Time now);
+
+  bool TakesPart(Connection worker) const;    // in a run
+  bool HasPiecesOf(Connection worker) const;  // whether it takes part in a prompt in pieces
+  // What the runs have of its memory, with their shares of the weights and the share of one more run. 0: none
+  // lives on it.
+  int64_t TakenOn(const Membership::Worker& worker, const WeightShare& with) const;
+};
+
+}  // namespace meshfill
+
+#endif  // MESHFILL_SERVER_POOL_LIVE_RUNS_H_
