@@ -7,6 +7,7 @@
 #include <filesystem>
 #include <fstream>
 #include <span>
+#include <system_error>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -330,8 +331,11 @@ absl::Status WriteShards(const fs::path& folder, std::span<const std::string> na
   };
   {
     std::vector<std::jthread> threads;
-    for (size_t i = 1; i < std::min<size_t>(shards.size(), std::thread::hardware_concurrency()); ++i) {
-      threads.emplace_back(write);
+    try {
+      for (size_t i = 1; i < std::min<size_t>(shards.size(), std::thread::hardware_concurrency()); ++i) {
+        threads.emplace_back(write);
+      }
+    } catch (const std::system_error&) {  // no thread is to be had: those that are write the rest
     }
     write();
   }

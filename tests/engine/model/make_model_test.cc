@@ -2,6 +2,7 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <pthread.h>
 #include <sys/resource.h>
 
 #include <algorithm>
@@ -11,6 +12,8 @@
 #include <filesystem>
 #include <map>
 #include <string>
+#include <system_error>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -191,6 +194,23 @@ TEST(MakeModelTest, ShardsHoldTheSameTensors) {
   for (const auto& [name, tensor] : whole.tensors) {
     EXPECT_EQ(tensor.bytes, sharded.tensors.at(name).bytes) << name;
   }
+}
+
+// No thread can have a stack that is larger than the address space.
+TEST(MakeModelTest, OneThreadWritesAllShardsWhereNoOtherIsToBeHad) {
+  MakeModelOptions options = Small();
+  options.shard_bytes = 10000;
+  const TempFolder folder;
+  pthread_attr_t usual, too_large;
+  ASSERT_EQ(pthread_getattr_default_np(&usual), 0);
+  ASSERT_EQ(pthread_attr_init(&too_large), 0);
+  ASSERT_EQ(pthread_attr_setstacksize(&too_large, size_t{1} << 47), 0);
+  ASSERT_EQ(pthread_setattr_default_np(&too_large), 0);
+  EXPECT_THROW(std::jthread([] {}), std::system_error);
+  const absl::Status status = MakeModel(options, folder.path());
+  ASSERT_EQ(pthread_setattr_default_np(&usual), 0);
+  ASSERT_TRUE(status.ok()) << status;
+  EXPECT_TRUE(SafetensorsFolder::Open(folder.path()).ok());
 }
 
 // Files may have so many bytes while it lives.
