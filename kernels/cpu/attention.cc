@@ -59,16 +59,17 @@ constexpr AttentionTarget kTargets[] = {
 // ---- Sizes.
 
 // What a worker keeps in its L2 cache: one block of packed keys and values, and the packed queries and the
-// outputs of its task. Larger blocks save traffic of the outputs, larger tasks save packing; at these sizes
-// both are below 3 %, and the sum leaves a third of 1 MiB to the rest.
+// outputs of its task. Larger blocks save traffic of the outputs, larger tasks save packing. A task of
+// vectors leaves a third of 1 MiB to the rest.
 constexpr int64_t kBlockWords = (256 << 10) / sizeof(uint32_t);
-constexpr int64_t kTaskWords = (384 << 10) / sizeof(uint32_t);
-constexpr int64_t kMaxTaskRows = 384;
+constexpr int64_t kTaskWordsOfRow = 256;  // of all that a task may have
+constexpr int64_t kLeastTaskRows = 384;
+constexpr int64_t kTasksOfThread = 4;  // at least, where smaller ones can be had: threads end together
 
 constexpr int64_t DivideRoundingUp(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// A function of the shapes and the kernel alone: neither the thread count nor the load moves a bit of the
-// result.
+// No bit of the result depends on how many rows a task has, and so on the thread count: strips and blocks
+// begin at multiples of their sizes.
 struct Tiling {
   int group;            // query heads of a KV head
   int strip_rows;       // query rows of the kernel's strips
@@ -82,7 +83,7 @@ struct Tiling {
   int64_t rows() const { return group * tile_tokens(); }  // output rows of a tile
 };
 
-Tiling MakeTiling(const AttentionBlockArgs& args, const AttentionKernel& kernel) {
+Tiling MakeTiling(const AttentionBlockArgs& args, const AttentionKernel& kernel, int threads) {
   Tiling tiling{.group = args.q_heads / args.kv_heads,
                 .strip_rows = kernel.strip_rows,
                 .query_words = kernel.QueryWords(args.head_dim),
@@ -95,11 +96,15 @@ Tiling MakeTiling(const AttentionBlockArgs& args, const AttentionKernel& kernel)
          kBlockWords) {
     tiling.block_keys /= 2;
   }
-  const int64_t rows = std::min(kMaxTaskRows, kTaskWords / (tiling.query_words + tiling.padded_dim));
-  const int64_t strips =
-      std::min(rows / tiling.group / kernel.strip_rows, DivideRoundingUp(args.q_tokens, kernel.strip_rows));
-  tiling.strips = std::max<int64_t>(strips, 1);
-  tiling.tiles = DivideRoundingUp(args.q_tokens, tiling.tile_tokens());
+  for (int64_t task_rows = kernel.task_rows;; task_rows /= 2) {
+    const int64_t task_words = task_rows * kTaskWordsOfRow;
+    const int64_t rows = std::min(task_rows, task_words / (tiling.query_words + tiling.padded_dim));
+    const int64_t strips =
+        std::min(rows / tiling.group / kernel.strip_rows, DivideRoundingUp(args.q_tokens, kernel.strip_rows));
+    tiling.strips = std::max<int64_t>(strips, 1);
+    tiling.tiles = DivideRoundingUp(args.q_tokens, tiling.tile_tokens());
+    if (tiling.tiles * args.kv_heads >= kTasksOfThread * threads || task_rows / 2 < kLeastTaskRows) break;
+  }
   return tiling;
 }
 
@@ -113,11 +118,12 @@ struct Scratch {
   std::unique_ptr<uint32_t, FreeAligned> memory;
   uint32_t* keys;
   uint32_t* values;
-  uint32_t* queries;             // [group, tile_tokens, QueryWords]
-  float* output;                 // [group, tile_tokens, PaddedDim]
-  float* max;                    // [group, tile_tokens]
-  float* sum;                    // [group, tile_tokens]
-  std::vector<KeyRange> ranges;  // [tile_tokens]
+  uint32_t* queries;               // [group, tile_tokens, QueryWords]
+  float* output;                   // [group, tile_tokens, PaddedDim]
+  float* max;                      // [group, tile_tokens]
+  float* sum;                      // [group, tile_tokens]
+  std::vector<KeyRange> ranges;    // [tile_tokens]
+  std::vector<StripBlock> strips;  // of the block at hand
 };
 
 absl::StatusOr<Scratch> AllocateScratch(const AttentionKernel& kernel, const Tiling& tiling, int head_dim) {
@@ -148,7 +154,8 @@ absl::StatusOr<Scratch> AllocateScratch(const AttentionKernel& kernel, const Til
                  .output = reinterpret_cast<float*>(memory + offsets[3]),
                  .max = reinterpret_cast<float*>(memory + offsets[4]),
                  .sum = reinterpret_cast<float*>(memory + offsets[5]),
-                 .ranges = std::vector<KeyRange>(tiling.tile_tokens())};
+                 .ranges = std::vector<KeyRange>(tiling.tile_tokens()),
+                 .strips = {}};
 }
 
 // ---- One call: its tasks are the tiles of each KV head's group of query heads.
@@ -266,6 +273,7 @@ void AttentionRun::AttendKeys(const Tile& tile, int64_t key_begin, Scratch& scra
   kernel_.pack_keys(InputRow(args_.k, kv_row), count, head_dim, scratch.keys);
   kernel_.pack_values(InputRow(args_.v, kv_row), count, head_dim, tiling_.block_keys, scratch.values);
 
+  scratch.strips.clear();
   StripBlock block;
   block.keys = scratch.keys;
   block.values = scratch.values;
@@ -287,9 +295,10 @@ void AttentionRun::AttendKeys(const Tile& tile, int64_t key_begin, Scratch& scra
       block.output = scratch.output + row * tiling_.padded_dim;
       block.max = scratch.max + row;
       block.sum = scratch.sum + row;
-      kernel_.attend(block);
+      scratch.strips.push_back(block);
     }
   }
+  if (!scratch.strips.empty()) kernel_.attend(scratch.strips.data(), static_cast<int>(scratch.strips.size()));
 }
 
 void AttentionRun::StoreState(const Tile& tile, const Scratch& scratch) const {
@@ -335,7 +344,7 @@ absl::Status CpuAttentionBlock(const AttentionBlockArgs& args, DType dtype, cons
         absl::StrCat("attention: the scale must be positive, but is ", args.scale));
   }
   const AttentionKernel& kernel = found->kernel(dtype);
-  const Tiling tiling = MakeTiling(args, kernel);
+  const Tiling tiling = MakeTiling(args, kernel, pool.threads());
   const AttentionRun run(args, dtype, kernel, tiling, stop);
   std::vector<Scratch> scratch;
   for (int worker = 0; worker < pool.threads(); ++worker) {

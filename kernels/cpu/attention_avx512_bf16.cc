@@ -9,6 +9,7 @@ namespace {
 struct Avx512Bf16 : Bf16Pairs {
   static constexpr int kStripRows = kVectorStripRows;
   static constexpr int kBlockKeys = kVectorBlockKeys;
+  static constexpr int kTaskRows = kVectorTaskRows;
   static constexpr int kTileVectors = 4;
 };
 

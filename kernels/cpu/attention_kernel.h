@@ -45,13 +45,15 @@ struct AttentionKernel {
   int block_keys;     // the most keys in a block: a strip's scores and probabilities stay in L1
   int word_elements;  // elements in a packed word: 1 (f32) or 2 (bf16)
   int lanes;          // words in a vector; output rows are padded to a multiple of it
+  int task_rows;      // the most queries in a task, over all heads of a group: their outputs stay in L2
 
   // `count` consecutive rows [count, head_dim] of the input; zeros follow them up to the end of the strip or
   // panel.
   void (*pack_queries)(const void* rows, int count, int head_dim, uint32_t* packed);
   void (*pack_keys)(const void* rows, int count, int head_dim, uint32_t* packed);
   void (*pack_values)(const void* rows, int count, int head_dim, int block_keys, uint32_t* packed);
-  void (*attend)(const StripBlock& block);
+  // Strips against one block, at least one: their keys and values are the same.
+  void (*attend)(const StripBlock* strips, int count);
 
   int PaddedDim(int head_dim) const { return (head_dim + lanes - 1) / lanes * lanes; }
   int QueryWords(int head_dim) const {  // in one packed row

@@ -5,6 +5,7 @@
 //   kWordElements                       1 (f32) or 2 (bf16 pairs)
 //   kStripRows                          rows of a strip, and of a register tile of vectors
 //   kBlockKeys                          the most keys in a block
+//   kTaskRows                           the most rows in a task
 //   kTileVectors                        vectors across a register tile
 //   MultiplyAdd(acc, a, b)              acc + a·b on words
 //   Exp2(x)                             2^x, as accurate as the probabilities' type needs; 0 for −∞
@@ -61,6 +62,9 @@ constexpr int kVectorStripRows = 6;
 
 // A strip's scores and probabilities are at most 12 KiB then.
 constexpr int kVectorBlockKeys = 256;
+
+// A task's queries and outputs are at most 384 KiB then, of an L2 of 1 MiB.
+constexpr int kVectorTaskRows = 384;
 
 // packed: [kStripRows, QueryWords], words of the head dimension.
 template <typename Target, typename Source>
@@ -327,12 +331,19 @@ void AttendStrip(const StripBlock& block) {
   });
 }
 
+template <typename Target>
+void AttendStrips(const StripBlock* strips, int count) {
+  for (int i = 0; i < count; ++i) AttendStrip<Target>(strips[i]);
+}
+
 template <typename Target, typename Source>
-constexpr AttentionKernel MakeAttentionKernel(void (*attend)(const StripBlock&) = AttendStrip<Target>) {
+constexpr AttentionKernel MakeAttentionKernel(void (*attend)(const StripBlock* strips,
+                                                             int count) = AttendStrips<Target>) {
   return {.strip_rows = Target::kStripRows,
           .block_keys = Target::kBlockKeys,
           .word_elements = Target::kWordElements,
           .lanes = Target::kLanes,
+          .task_rows = Target::kTaskRows,
           .pack_queries = PackQueries<Target, Source>,
           .pack_keys = PackKeys<Target, Source>,
           .pack_values = PackValues<Target, Source>,
@@ -347,6 +358,7 @@ struct F32Target : Vectors<kLanes> {
   using typename Vectors<kLanes>::Words;
   static constexpr int kStripRows = kVectorStripRows;
   static constexpr int kBlockKeys = kVectorBlockKeys;
+  static constexpr int kTaskRows = kVectorTaskRows;
   static constexpr int kWordElements = 1;
   static constexpr int kTileVectors = kVectorsOfTile;
 

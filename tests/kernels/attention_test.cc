@@ -397,6 +397,52 @@ TEST_P(AttentionTest, TheSameBitsForAnyThreadCountAndAnyCutOfTheQueries) {
   EXPECT_EQ(std::memcmp(state.lse.data(), whole.lse.data(), state.lse.size() * sizeof(float)), 0);
 }
 
+// What was accumulated must be scaled on the way, of some rows here and of others there.
+TEST_P(AttentionTest, ScoresThatGrowAlongTheRow) {
+  for (const int head_dim : {24, 64, 128}) {
+    for (const bool towards_the_end : {false, true}) {
+      Shape shape{.q_heads = 2, .kv_heads = 1, .head_dim = head_dim, .q_tokens = 50};
+      shape.k_tokens = Draw(random_, 600, 1300);
+      shape.band.q.base = shape.k_tokens;
+      SCOPED_TRACE(absl::StrCat("seed ", seed_, ": ", shape.DebugString()));
+      std::vector<float> k_values = RandomValues(random_, shape.kv_rows() * head_dim);
+      for (int64_t i = 0; i < std::ssize(k_values); ++i) {
+        const float along = static_cast<float>(i / head_dim) / static_cast<float>(shape.k_tokens);
+        k_values[i] *= 1 + 8 * (towards_the_end ? along : 1 - along);
+      }
+      const Tensor q = RandomTensor(shape.q_rows(), head_dim), k(k_values, dtype());
+      const Tensor v = RandomTensor(shape.kv_rows(), head_dim);
+      State state = State::Poisoned(shape);
+      Run(Args(shape, q, k, v, state));
+      ExpectMatches(shape, DefaultScale(shape), q, {{&k, &v, shape.band.k, shape.k_tokens}}, state);
+      if (HasFatalFailure()) return;
+    }
+  }
+}
+
+// Other rows of its strip have larger scores, and raise what they are measured from elsewhere.
+TEST_P(AttentionTest, ARowsBitsAreItsOwn) {
+  Shape shape{.head_dim = 128, .q_tokens = 70, .k_tokens = 1000};
+  shape.band.q.base = shape.k_tokens;
+  SCOPED_TRACE(absl::StrCat("seed ", seed_));
+  std::vector<float> q_values = RandomValues(random_, shape.q_rows() * shape.head_dim);
+  const Tensor k = RandomTensor(shape.kv_rows(), shape.head_dim);
+  const Tensor v = RandomTensor(shape.kv_rows(), shape.head_dim);
+  State before = State::Poisoned(shape), after = before;
+  Run(Args(shape, Tensor(q_values, dtype()), k, v, before));
+  const auto is_kept = [](int64_t row) { return row % 5 == 0; };
+  for (int64_t i = 0; i < std::ssize(q_values); ++i) {
+    if (!is_kept(i / shape.head_dim)) q_values[i] *= static_cast<float>(i / shape.head_dim % 9);
+  }
+  Run(Args(shape, Tensor(q_values, dtype()), k, v, after));
+  for (int64_t row = 0; row < shape.q_rows(); ++row) {
+    if (!is_kept(row)) continue;
+    const auto bytes = static_cast<size_t>(shape.head_dim) * sizeof(float);
+    EXPECT_EQ(after.lse[row], before.lse[row]) << row;
+    EXPECT_EQ(std::memcmp(&after.o[row * shape.head_dim], &before.o[row * shape.head_dim], bytes), 0) << row;
+  }
+}
+
 TEST_P(AttentionTest, ARaisedStopTokenCancels) {
   // More than a second of work on the fastest core: a token looked at only at the end would be noticed.
   Shape shape{.head_dim = 16, .q_tokens = 1 << 13, .k_tokens = 1 << 19};
