@@ -14,14 +14,18 @@ namespace {
 // Least gain for which another layout, wire dtype or placement is taken: a smaller one is within the error
 // of any prediction.
 constexpr double kLeastGain = 0.01;
+constexpr int kLongestWindow = 4;  // of a prompt's so many parts, for contiguous chunks to win ties
 
-// The layouts that a plan may have, those that win ties first: stripes, and contiguous chunks if they send
-// least, as where all layers have a window, unless the prompt's keys are kept, which others may follow.
+// The layouts that a plan may have, those that win ties first: stripes, and contiguous chunks where they send
+// far less, as where all layers have a short window, unless the prompt's keys are kept, which others may
+// follow. Ranks with contiguous chunks have unlike work, so that a tie of predictions is worth less.
 std::vector<TokenLayout> LayoutsOf(const ModelShape& model, const PlanRequest& request) {
   std::vector<LayoutKind> kinds = {LayoutKind::kStriped, LayoutKind::kZigzag, LayoutKind::kContiguous};
-  bool windows = true;
-  model.ForEachWindow([&](int64_t window, int) { windows = windows && window > 0; });
-  if (windows && !request.keeps_kv) std::swap(kinds.front(), kinds.back());
+  bool short_windows = true;
+  model.ForEachWindow([&](int64_t window, int) {
+    short_windows = short_windows && window > 0 && window <= request.tokens / kLongestWindow;
+  });
+  if (short_windows && !request.keeps_kv) std::swap(kinds.front(), kinds.back());
   if (request.layout.has_value()) kinds = {*request.layout};
   std::vector<TokenLayout> layouts;
   for (LayoutKind kind : kinds) {

@@ -85,6 +85,21 @@ TEST(MakePlan, WindowsAloneAreContiguousUnlessTheirKeysAreKept) {
   }
 }
 
+// On links that cost nothing, all layouts tie.
+TEST(MakePlan, LongWindowsAreNoReasonForContiguousChunks) {
+  ModelShape model = Llama(8, 8, DType::kBf16);
+  PoolSpeed speed = kSlowLink;
+  speed.link_bytes_per_second = 1e15;
+  for (const auto& [window, layout] :
+       {std::pair(1024, LayoutKind::kContiguous), std::pair(1025, LayoutKind::kStriped),
+        std::pair(2048, LayoutKind::kStriped)}) {
+    SetWindow(model, window, model.layers);
+    const auto choice = MakePlan(model, speed, {.tokens = 4096, .layout = std::nullopt});
+    ASSERT_TRUE(choice.ok()) << choice.status();
+    EXPECT_EQ(choice->plan.layout.kind(), layout) << "a window of " << window;
+  }
+}
+
 // A model of windows on H100 nodes of eight with one 400 Gb/s port each: a rank needs no more than the
 // window's keys before its own, and contiguous chunks send no more.
 TEST(MakePlan, SendsAModelOfWindowsItsHalosAlone) {
