@@ -20,8 +20,8 @@ struct PlanRequest {
   int64_t cached_tokens = 0;  // before it, whose keys and values are there already
   int ranks = 1;
   std::optional<LayoutKind> layout = LayoutKind::kStriped;  // nullopt: as predicted to be fastest
-  int64_t stripe = 64;                                      // tokens, where the layout is striped
-  std::optional<Tile> tile = std::nullopt;                  // fixed by the caller
+  int64_t stripe = 64;  // tokens, where the layout is striped; where it is left open, at least
+  std::optional<Tile> tile = std::nullopt;  // fixed by the caller
   std::optional<int> heads = std::nullopt;  // fixed by the caller; a tile without it means one head group
   std::optional<DType> partial_dtype = DType::kF32;  // f32 or bf16; nullopt: as predicted to be fastest
   ScheduleChoice schedule = ScheduleChoice::kAuto;

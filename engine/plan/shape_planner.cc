@@ -14,23 +14,49 @@ namespace {
 // Least gain for which another layout, wire dtype or placement is taken: a smaller one is within the error
 // of any prediction.
 constexpr double kLeastGain = 0.01;
-constexpr int kLongestWindow = 4;  // of a prompt's so many parts, for contiguous chunks to win ties
+constexpr int kLongestWindow = 4;          // of a prompt's so many parts, for contiguous chunks to win ties
+constexpr int64_t kLeastRounds = 32;       // of stripes that are longer than asked for
+constexpr int64_t kMostRoundOfWindow = 8;  // times the longest window
+
+// Stripes that are longer than the request's, in whose rounds a window ends: what nobody sees of them does
+// not travel. With r rounds the last rank has 1/r more to do than the average, which no prediction counts.
+std::vector<int64_t> LongStripes(const PlanRequest& request, int64_t window) {
+  std::vector<int64_t> stripes;
+  const int64_t longest = request.tokens / (request.ranks * kLeastRounds);
+  for (int64_t stripe = 2 * request.stripe; stripe <= longest; stripe *= 2) {
+    const int64_t round = request.ranks * stripe;
+    if (round > kMostRoundOfWindow * window) break;
+    if (round > window) stripes.push_back(stripe);
+  }
+  return stripes;
+}
 
 // The layouts that a plan may have, those that win ties first: stripes, and contiguous chunks where they send
 // far less, as where all layers have a short window, unless the prompt's keys are kept, which others may
 // follow. Ranks with contiguous chunks have unlike work, so that a tie of predictions is worth less.
 std::vector<TokenLayout> LayoutsOf(const ModelShape& model, const PlanRequest& request) {
-  std::vector<LayoutKind> kinds = {LayoutKind::kStriped, LayoutKind::kZigzag, LayoutKind::kContiguous};
+  std::vector<TokenLayout> layouts;
+  const auto add = [&](LayoutKind kind, int64_t stripe) {
+    layouts.push_back(TokenLayout::Make(kind, request.ranks, request.tokens, stripe).value());
+  };
+  if (request.layout.has_value()) {
+    add(*request.layout, request.stripe);
+    return layouts;
+  }
   bool short_windows = true;
+  int64_t longest = 0;
   model.ForEachWindow([&](int64_t window, int) {
     short_windows = short_windows && window > 0 && window <= request.tokens / kLongestWindow;
+    longest = std::max(longest, window);
   });
-  if (short_windows && !request.keeps_kv) std::swap(kinds.front(), kinds.back());
-  if (request.layout.has_value()) kinds = {*request.layout};
-  std::vector<TokenLayout> layouts;
-  for (LayoutKind kind : kinds) {
-    layouts.push_back(TokenLayout::Make(kind, request.ranks, request.tokens, request.stripe).value());
+  const bool contiguous_first = short_windows && !request.keeps_kv;
+  if (contiguous_first) add(LayoutKind::kContiguous, request.stripe);
+  add(LayoutKind::kStriped, request.stripe);
+  if (longest > 0) {
+    for (const int64_t stripe : LongStripes(request, longest)) add(LayoutKind::kStriped, stripe);
   }
+  add(LayoutKind::kZigzag, request.stripe);
+  if (!contiguous_first) add(LayoutKind::kContiguous, request.stripe);
   return layouts;
 }
 
@@ -132,6 +158,15 @@ bool ShapePlanner::MayGain(const PlanShape& shape, bool many_rings, const Sketch
          LeastSeconds(model_, speed_, shape, many_rings) < best.predicted.seconds * (1 - kLeastGain);
 }
 
+double ShapePlanner::LeastGainOf(const TokenLayout& layout, const TokenLayout& best) const {
+  const auto uneven = [](const TokenLayout& stripes) {
+    return static_cast<double>(stripes.ranks() * stripes.stripe()) / static_cast<double>(stripes.tokens());
+  };
+  const bool longer = layout.kind() == LayoutKind::kStriped && best.kind() == LayoutKind::kStriped &&
+                      layout.stripe() > best.stripe();
+  return kLeastGain + (longer ? uneven(layout) - uneven(best) : 0);
+}
+
 bool ShapePlanner::ManyRings(const PlanShape& shape) const {
   return request_.many_rings && request_.schedule == ScheduleChoice::kAuto &&
          ((shape.tile.a > 1 && shape.tile.b > 1) || shape.kv_inner != 0);
@@ -155,7 +190,7 @@ void ShapePlanner::TrySchedules(const PlanShape& shape, const Placement& placeme
     Prediction predicted = PredictTime(model_, speed_, shape, *schedule);
     if (!IsSlower(predicted, other)) {
       PredictMemory(model_, speed_, shape, *schedule, predicted);
-      if (IsBetter(predicted, other)) best_here = {shape, {}, std::move(schedule), predicted};
+      if (IsBetter(predicted, other, kLeastGain)) best_here = {shape, {}, std::move(schedule), predicted};
     }
   }
   if (!best_here.has_value()) return;
@@ -164,11 +199,13 @@ void ShapePlanner::TrySchedules(const PlanShape& shape, const Placement& placeme
     at_once.exchange_tokens = 0;
     Prediction predicted = PredictTime(model_, speed_, at_once, *best_here->schedule);
     PredictMemory(model_, speed_, at_once, *best_here->schedule, predicted);
-    if (!IsBetter(best_here->predicted, predicted)) {
+    if (!IsBetter(best_here->predicted, predicted, kLeastGain)) {
       best_here = {at_once, {}, std::move(best_here->schedule), predicted};
     }
   }
-  if (best.has_value() && !IsBetter(best_here->predicted, best->predicted)) return;
+  if (best.has_value() &&
+      !IsBetter(best_here->predicted, best->predicted, LeastGainOf(shape.layout, best->layout)))
+    return;
   best = std::move(best_here);
   best->placement = placement;
 }
@@ -185,9 +222,9 @@ std::tuple<bool, double, int64_t> ShapePlanner::OrderOf(const Prediction& predic
   return {Over(predicted), Over(predicted) ? 0 : predicted.seconds, predicted.run_bytes};
 }
 
-bool ShapePlanner::IsBetter(const Prediction& predicted, const Prediction& best) const {
+bool ShapePlanner::IsBetter(const Prediction& predicted, const Prediction& best, double least_gain) const {
   if (Over(predicted) || Over(best)) return OrderOf(predicted) < OrderOf(best);
-  return predicted.seconds < best.seconds * (1 - kLeastGain);
+  return predicted.seconds < best.seconds * (1 - least_gain);
 }
 
 }  // namespace meshfill

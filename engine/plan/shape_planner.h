@@ -56,7 +56,10 @@ class ShapePlanner {
   bool IsSlower(const Prediction& predicted, const Prediction& best) const;
   // Orders schedules of the same shape, the best first.
   std::tuple<bool, double, int64_t> OrderOf(const Prediction& predicted) const;
-  bool IsBetter(const Prediction& predicted, const Prediction& best) const;
+  bool IsBetter(const Prediction& predicted, const Prediction& best, double least_gain) const;
+  // For which a plan with this layout is taken instead of `best`: what longer stripes make less even comes on
+  // top.
+  double LeastGainOf(const TokenLayout& layout, const TokenLayout& best) const;
 
   const ModelShape& model_;
   const PoolSpeed& speed_;

@@ -94,6 +94,11 @@ absl::StatusOr<PlanChoice> PlanAll(const ModelShape& model, const EngineOptions&
   return best;
 }
 
+PrefillOptions InStripesOf(const CachedPrefix& cached, PrefillOptions options) {
+  options.stripe = cached.stripe;
+  return options;
+}
+
 // Plans with the weights as the capacity has them.
 absl::StatusOr<PlanChoice> PlanWithWeights(const ModelShape& model, const EngineOptions& defaults,
                                            const PoolCapacity& capacity, int64_t tokens,
@@ -102,10 +107,12 @@ absl::StatusOr<PlanChoice> PlanWithWeights(const ModelShape& model, const Engine
   const int64_t cached_tokens = UsableTokensOf(cached, defaults, tokens, options);
   const bool fewer = cached.ranks < capacity.ranks && capacity.rank_weights.mode == WeightMode::kSharded;
   if (cached_tokens == 0 || cached.ranks > capacity.ranks || fewer || !CheckShares(capacity).ok()) return all;
-  PlanRequest request = RequestOf(defaults, capacity, tokens - cached_tokens, options);
+  const PrefillOptions as_cached = InStripesOf(cached, options);
+  PlanRequest request = RequestOf(defaults, capacity, tokens - cached_tokens, as_cached);
   request.layout = LayoutKind::kStriped;
   request.cached_tokens = cached_tokens;
-  absl::StatusOr<PlanChoice> behind = PlanInPieces(model, defaults, capacity, request, cached.ranks, options);
+  absl::StatusOr<PlanChoice> behind =
+      PlanInPieces(model, defaults, capacity, request, cached.ranks, as_cached);
   return IsFaster(behind, all) ? behind : all;
 }
 
@@ -160,8 +167,8 @@ ConfiguredLinks ConfiguredLinksOf(const v1::PoolSection& pool) {
 int64_t UsableTokensOf(const CachedPrefix& cached, const EngineOptions& defaults, int64_t tokens,
                        const PrefillOptions& options) {
   // A rank reads its own tokens alone: another stripe would deal them otherwise.
-  if (cached.tokens == 0 || cached.stripe != options.stripe.value_or(defaults.stripe)) return 0;
-  return UsableCachedTokens(defaults, options, cached.ranks, cached.tokens, tokens);
+  if (cached.tokens == 0 || options.stripe.value_or(cached.stripe) != cached.stripe) return 0;
+  return UsableCachedTokens(defaults, InStripesOf(cached, options), cached.ranks, cached.tokens, tokens);
 }
 
 bool IsFaster(const absl::StatusOr<PlanChoice>& other, const absl::StatusOr<PlanChoice>& best) {

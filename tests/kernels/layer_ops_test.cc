@@ -151,6 +151,19 @@ TEST_P(LayerOpsTest, ClampedSwiGluAtItsEnds) {
   }
 }
 
+// The gate is bounded from above alone, the other factor on both sides.
+TEST_P(LayerOpsTest, ClampedSwiGluBoundsTheGateFromAbove) {
+  const std::vector<float> x = {-3, 0.5f, -1.5f, 4, 0.25f, -0.5f, 3, -5};  // gate and up in turn
+  std::vector<float> y(x.size() / 2);
+  ClampedSwiGluTokens(
+      {.x = x.data(), .tokens = 1, .width = std::ssize(y), .alpha = 1.702f, .limit = 1, .y = y.data()},
+      DType::kF32, 0, 1);
+  for (size_t i = 0; i < y.size(); ++i) {
+    const double gate = std::min(x[2 * i], 1.0f), up = std::clamp(x[2 * i + 1], -1.0f, 1.0f);
+    EXPECT_NEAR(y[i], gate / (1 + std::exp(-1.702 * gate)) * (up + 1), 1e-6) << i;
+  }
+}
+
 TEST_P(LayerOpsTest, SinksAtTheirEnds) {
   // No key seen; a sink that is nothing beside the keys; one beside which they are nothing; equal ones.
   const std::vector<float> lse = {-kInfinity, 50, -3, 2}, sinks = {1, -60, 120, 2};

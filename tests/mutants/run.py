@@ -6,7 +6,6 @@ Usage: tests/mutants/run.py [NAME|GLOB|FILE.toml]…        (default: all)
        tests/mutants/run.py --sample 10 --seed 7          (ten of them, the same for the same seed; by default HEAD is the seed)
        tests/mutants/run.py --shard 1/4                   (the first quarter of them)
        tests/mutants/run.py --list
-       tests/mutants/run.py --candidates [NAME]…          (of candidates/: mistakes that nobody has planted yet)
 
 Prints for each: found (by which case), MISSED, does not build, no longer applies, or what is wrong with its test. A test that
 ends by a signal or that runs into the time limit has found it, too. The build folder is only read, after Ninja has built there
@@ -114,13 +113,11 @@ def main():
     parser.add_argument("--seed")
     parser.add_argument("--within", type=float, default=float("inf"), metavar="SECONDS", help="begin none after so long")
     parser.add_argument("--shard", metavar="I/N")
-    parser.add_argument("--candidates", action="store_true", help="take candidates/ for the list; what is found moves into the list")
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--verbose", action="store_true", help="also print what compilers and tests said of those not found")
     options = parser.parse_args()
 
-    folder = mutant_list.FOLDER / "candidates" if options.candidates else mutant_list.FOLDER
-    mutants = chosen(mutant_list.load(folder), options, mutant_list.ROOT)
+    mutants = chosen(mutant_list.load(), options, mutant_list.ROOT)
     if options.list:
         for mutant in mutants:
             print(f"{mutant.name}  {mutant.file}  {mutant.test}: {mutant.why}")

@@ -100,15 +100,23 @@ TEST(MakePlan, LongWindowsAreNoReasonForContiguousChunks) {
   }
 }
 
-// A model of windows on H100 nodes of eight with one 400 Gb/s port each: a rank needs no more than the
-// window's keys before its own, and contiguous chunks send no more.
-TEST(MakePlan, SendsAModelOfWindowsItsHalosAlone) {
-  const PoolSpeed speed = {.gemm_flops_per_second = 600e12,
-                           .attention_flops_per_second = 600e12,
-                           .merge_bytes_per_second = 1e12,
-                           .block_row_seconds = 1e-11};
-  const int64_t window = 4096;
-  ModelShape model = {.layers = 32,
+constexpr PoolSpeed kH100 = {.gemm_flops_per_second = 600e12,
+                             .attention_flops_per_second = 600e12,
+                             .merge_bytes_per_second = 1e12,
+                             .block_row_seconds = 1e-11};
+
+// H100 nodes of eight with one 400 Gb/s port each.
+PlanRequest OnNodesOfOnePort(int ranks, int64_t tokens) {
+  PlanRequest request = {.tokens = tokens, .ranks = ranks, .layout = std::nullopt, .one_memory = false};
+  request.topology = {.same_node = {.latency_seconds = 5e-6, .bytes_per_second = 360e9},
+                      .between_nodes = {.latency_seconds = 1e-5, .bytes_per_second = 45e9},
+                      .node_bytes_per_second = 45e9};
+  for (int seat = 0; seat < ranks; ++seat) request.topology.node_of_seat.push_back(seat / 8);
+  return request;
+}
+
+ModelShape ModelOfWindows(int64_t window, int layers, int with_window) {
+  ModelShape model = {.layers = layers,
                       .hidden = 4096,
                       .intermediate = 14336,
                       .q_heads = 32,
@@ -117,17 +125,20 @@ TEST(MakePlan, SendsAModelOfWindowsItsHalosAlone) {
                       .vocab = 32000,
                       .context_tokens = 1 << 20,
                       .dtype = DType::kBf16};
-  SetWindow(model, window, model.layers);
+  SetWindow(model, window, with_window);
+  return model;
+}
+
+// A rank needs no more than the window's keys before its own, and contiguous chunks send no more.
+TEST(MakePlan, SendsAModelOfWindowsItsHalosAlone) {
+  const int64_t window = 4096;
+  const ModelShape model = ModelOfWindows(window, 32, 32);
   for (int ranks : {8, 16, 32, 64}) {
     SCOPED_TRACE(testing::Message() << ranks << " ranks");
-    PlanRequest request = {.tokens = 131072, .ranks = ranks, .layout = std::nullopt, .one_memory = false};
-    request.topology = {.same_node = {.latency_seconds = 5e-6, .bytes_per_second = 360e9},
-                        .between_nodes = {.latency_seconds = 1e-5, .bytes_per_second = 45e9},
-                        .node_bytes_per_second = 45e9};
-    for (int seat = 0; seat < ranks; ++seat) request.topology.node_of_seat.push_back(seat / 8);
-    const auto choice = MakePlan(model, speed, request);
+    PlanRequest request = OnNodesOfOnePort(ranks, 131072);
+    const auto choice = MakePlan(model, kH100, request);
     request.layout = LayoutKind::kStriped;
-    const auto striped = MakePlan(model, speed, request);
+    const auto striped = MakePlan(model, kH100, request);
     ASSERT_TRUE(choice.ok() && striped.ok()) << choice.status() << striped.status();
     const Prediction& predicted = choice->plan.predicted;
     EXPECT_EQ(choice->plan.layout.kind(), LayoutKind::kContiguous) << choice->plan.DebugString();
@@ -138,6 +149,36 @@ TEST(MakePlan, SendsAModelOfWindowsItsHalosAlone) {
       EXPECT_LT(predicted.seconds, 0.3 * 0.264) << "of what it took before windows cut messages";
     }
   }
+}
+
+// With full layers between those with a window, longer stripes serve both where a prompt has rounds enough,
+// and contiguous chunks where it has not. Nothing changes where the request says the layout.
+TEST(MakePlan, LongStripesServeWindowsAndFullLayers) {
+  const ModelShape model = ModelOfWindows(4096, 30, 25);
+  struct Expected {
+    int64_t tokens;
+    int ranks;
+    int64_t stripe;  // 0: contiguous
+    double gain;     // at least, over stripes as asked for
+  };
+  for (const Expected& expected : {Expected{1 << 20, 16, 2048, 1.15}, Expected{1 << 20, 32, 1024, 1.4},
+                                   Expected{1 << 20, 64, 512, 1.6}, Expected{131072, 32, 0, 1.5}}) {
+    SCOPED_TRACE(testing::Message() << expected.tokens << " tokens, " << expected.ranks << " ranks");
+    PlanRequest request = OnNodesOfOnePort(expected.ranks, expected.tokens);
+    const auto choice = MakePlan(model, kH100, request);
+    request.layout = LayoutKind::kStriped;
+    const auto asked_for = MakePlan(model, kH100, request);
+    ASSERT_TRUE(choice.ok() && asked_for.ok()) << choice.status() << asked_for.status();
+    const TokenLayout& layout = choice->plan.layout;
+    EXPECT_EQ(layout.kind(), expected.stripe == 0 ? LayoutKind::kContiguous : LayoutKind::kStriped);
+    if (expected.stripe > 0) EXPECT_EQ(layout.stripe(), expected.stripe);
+    EXPECT_EQ(asked_for->plan.layout.stripe(), request.stripe);
+    EXPECT_GT(asked_for->plan.predicted.seconds, expected.gain * choice->plan.predicted.seconds);
+  }
+  // No window, no reason.
+  const auto full = MakePlan(ModelOfWindows(4096, 30, 0), kH100, OnNodesOfOnePort(64, 1 << 20));
+  ASSERT_TRUE(full.ok()) << full.status();
+  EXPECT_EQ(full->plan.layout.stripe(), 64);
 }
 
 // What costs accuracy and gains nothing is not chosen.

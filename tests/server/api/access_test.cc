@@ -261,6 +261,10 @@ TEST_F(AccessTest, ATenantIsItsCredentials) {
   EXPECT_EQ(denied.error_code(), StatusCode::PERMISSION_DENIED);
   EXPECT_EQ(denied.error_message(),
             "\"alice\" calls for the tenant \"a\" alone, not for \"b\"; leave the tenant out");
+  const std::string longest(128, 'x');
+  EXPECT_EQ(Prefill(Bearer("alice"), longest + longest, "3").error_message(),
+            absl::StrCat("\"alice\" calls for the tenant \"a\" alone, not for \"", longest,
+                         "\"; leave the tenant out"));
   EXPECT_TRUE(Prefill(Bearer("ops"), "b", "4").ok());
   EXPECT_TRUE(Prefill(Bearer("ops"), "", "5").ok());
   const auto channel = Channel();

@@ -43,13 +43,15 @@ TEST(LastPrefillTest, CutsTheMiddleLayerOutOfTheTimeline) {
         {.layer = layer, .start_seconds = layer + 0.75, .end_seconds = layer + 1.0});
     result.timeline->spans.push_back(
         {.layer = layer, .start_seconds = layer + 0.5, .end_seconds = layer + 0.75});
+    result.timeline->spans.push_back(
+        {.layer = layer, .start_seconds = layer + 0.625, .end_seconds = layer + 0.875});
   }
   LastPrefill last;
   last.OnPrefillDone(result);
   const auto report = last.report();
   EXPECT_EQ(report->layer, 2);
   ASSERT_TRUE(report->layer_timeline.has_value());
-  ASSERT_EQ(report->layer_timeline->spans.size(), 2u);
+  ASSERT_EQ(report->layer_timeline->spans.size(), 3u);
   EXPECT_EQ(report->layer_timeline->spans[0].end_seconds, 0.5);
   EXPECT_EQ(report->layer_timeline->spans[1].start_seconds, 0);
   EXPECT_EQ(report->layer_timeline->ranks, 4);

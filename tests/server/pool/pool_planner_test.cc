@@ -121,5 +121,23 @@ TEST(PoolPlannerTest, AllWorkersThatShareWeightsTakePart) {
   }
 }
 
+// Longer ones than the default, as windows may have got them; what a request asks for is not changed for it.
+TEST(PoolPlannerTest, FollowsAPrefixInItsStripes) {
+  const PoolCapacity capacity{.ranks = 2};
+  const CachedPrefix cached = {.tokens = 6144, .ranks = 2, .stripe = 512};
+  EXPECT_EQ(UsableTokensOf(cached, EngineOptions(), 8192, {}), 6144);
+  EXPECT_EQ(UsableTokensOf(cached, EngineOptions(), 8192, {.stripe = 512}), 6144);
+  EXPECT_EQ(UsableTokensOf(cached, EngineOptions(), 8192, {.stripe = 64}), 0);
+  EXPECT_EQ(UsableTokensOf(cached, EngineOptions(), 6400, {}), 5120) << "a stripe is computed at least";
+  const auto choice = PlanForPool(Shape(), EngineOptions(), capacity, 8192, {}, cached);
+  ASSERT_TRUE(choice.ok()) << choice.status();
+  EXPECT_EQ(choice->plan.cached_tokens, 6144);
+  EXPECT_EQ(choice->plan.layout.stripe(), 512);
+  const auto other = PlanForPool(Shape(), EngineOptions(), capacity, 8192, {.stripe = 64}, cached);
+  ASSERT_TRUE(other.ok()) << other.status();
+  EXPECT_EQ(other->plan.cached_tokens, 0);
+  EXPECT_EQ(other->plan.layout.stripe(), 64);
+}
+
 }  // namespace
 }  // namespace meshfill
