@@ -154,16 +154,19 @@ TEST(MakePlan, SendsAModelOfWindowsItsHalosAlone) {
 // With full layers between those with a window, longer stripes serve both where a prompt has rounds enough,
 // and contiguous chunks where it has not. Nothing changes where the request says the layout.
 TEST(MakePlan, LongStripesServeWindowsAndFullLayers) {
-  const ModelShape model = ModelOfWindows(4096, 30, 25);
   struct Expected {
-    int64_t tokens;
+    int64_t window, tokens;
     int ranks;
     int64_t stripe;  // 0: contiguous
     double gain;     // at least, over stripes as asked for
   };
-  for (const Expected& expected : {Expected{1 << 20, 16, 2048, 1.15}, Expected{1 << 20, 32, 1024, 1.4},
-                                   Expected{1 << 20, 64, 512, 1.6}, Expected{131072, 32, 0, 1.5}}) {
-    SCOPED_TRACE(testing::Message() << expected.tokens << " tokens, " << expected.ranks << " ranks");
+  for (const Expected& expected :
+       {Expected{4096, 1 << 20, 16, 2048, 1.15}, Expected{4096, 1 << 20, 32, 1024, 1.4},
+        Expected{4096, 1 << 20, 64, 512, 1.6}, Expected{4096, 1 << 19, 64, 256, 1.2},
+        Expected{1024, 131072, 8, 256, 1.02}, Expected{4096, 131072, 32, 0, 1.5}}) {
+    SCOPED_TRACE(testing::Message() << "a window of " << expected.window << ", " << expected.tokens
+                                    << " tokens, " << expected.ranks << " ranks");
+    const ModelShape model = ModelOfWindows(expected.window, 30, 25);
     PlanRequest request = OnNodesOfOnePort(expected.ranks, expected.tokens);
     const auto choice = MakePlan(model, kH100, request);
     request.layout = LayoutKind::kStriped;
