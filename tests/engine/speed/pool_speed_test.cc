@@ -93,6 +93,7 @@ TEST(MeasurePoolSpeed, RanksThatShareThreadsHaveTheirShare) {
                             &PoolSpeed::merge_bytes_per_second, &PoolSpeed::lm_head_bytes_per_second}) {
       EXPECT_GT((*speed).*rate, 1e6);
       EXPECT_LT((*speed).*rate, 1e14);
+      EXPECT_NE((*speed).*rate, PoolSpeed().*rate) << "it is measured, not assumed";
     }
     const auto choice = MakePlan(model, *speed, {.tokens = 1000, .ranks = ranks});
     ASSERT_TRUE(choice.ok()) << choice.status();
