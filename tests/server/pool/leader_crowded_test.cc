@@ -1,4 +1,5 @@
 // More requests than the workers have memory for: which begin beside others, and which wait for memory.
+#include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
@@ -122,6 +123,34 @@ TEST_F(SharingCrowdLeaderTest, TheSharesOfRunsThatLiveTakeMemory) {
     for (const Leader::Connection each : {worker - 1, worker}) leader_.OnDisconnected(each, now_);
     Do();
   }
+}
+
+// Of sub-meshes, the first to be tried has no memory beside a prefill that stands still there.
+class SubmeshesLeaderTest : public LeaderFixture {
+ protected:
+  SubmeshesLeaderTest() : LeaderFixture(Options(8)) {}
+
+  Leader::Ticket SubmitOnASubmesh() {
+    Submit(std::vector<uint32_t>(1024, 1), {.submeshes = 2});
+    return newest_;
+  }
+};
+
+TEST_F(SubmeshesLeaderTest, TakeTheNextOneWhereTheFirstHasNoRoom) {
+  const auto plan = PlanForPool(Shape(), EngineOptions(), {.ranks = 1}, 1024, {});
+  ASSERT_TRUE(plan.ok()) << plan.status();
+  for (const auto& [worker, tenths] : {std::pair<Leader::Connection, int64_t>(1, 12), {2, 40}}) {
+    v1::Join offer = Offer(absl::StrCat("w", worker));
+    offer.set_memory_bytes(static_cast<uint64_t>(plan->plan.predicted.run_bytes * tenths / 10));
+    ASSERT_EQ(Join(worker, offer), "");
+  }
+  const Leader::Ticket paused = SubmitOnASubmesh();
+  EXPECT_EQ(leader_.PlaceOf(paused), 1u);
+  leader_.SetPaused(paused, true, now_);
+  EXPECT_EQ(leader_.PlaceOf(SubmitOnASubmesh()), 2u) << "where nothing else is";
+  const Leader::Ticket other = SubmitOnASubmesh();
+  EXPECT_EQ(leader_.PlaceOf(other), 2u) << "where one computes, but there is room";
+  EXPECT_EQ(PrepareOf(1, leader_.run_of(other)), nullptr);
 }
 
 }  // namespace
