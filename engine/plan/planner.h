@@ -2,9 +2,8 @@
 // Beyond the paper, a shape may have head groups (n = h·a·b), and is planned in every way that the caller
 // leaves open:
 //
-//     layout       striped, zigzag, contiguous: the ranks' chunks are as even as it deals them; for a model
-//     with
-//                  windows longer stripes, too, of which there are 32 rounds at least
+//     layout       striped, zigzag, contiguous: the ranks' chunks are as even as it deals them
+//     stripes      for a model with windows longer ones, too, of which there are 32 rounds at least
 //     wire dtype   of partial outputs: bf16 halves their bytes, and costs their accuracy (docs/tuning.md)
 //     placement    every box of ranks that fills a node: the ring that moves more stays inside it
 //     schedule     Algorithm 2's, that of least time (optimal_schedule.h), or one with messages along all

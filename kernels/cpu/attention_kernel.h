@@ -52,7 +52,8 @@ struct AttentionKernel {
   void (*pack_queries)(const void* rows, int count, int head_dim, uint32_t* packed);
   void (*pack_keys)(const void* rows, int count, int head_dim, uint32_t* packed);
   void (*pack_values)(const void* rows, int count, int head_dim, int block_keys, uint32_t* packed);
-  // Strips against one block, at least one: their keys and values are the same.
+  // Strips against one block, at least one: their keys and values are the same. A kernel may have something
+  // to set up for all of them.
   void (*attend)(const StripBlock* strips, int count);
 
   int PaddedDim(int head_dim) const { return (head_dim + lanes - 1) / lanes * lanes; }

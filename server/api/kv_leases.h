@@ -1,9 +1,8 @@
 // The seam between the API's calls about K and V and whoever keeps them.
 //
-//     KvSource    what FetchKv needs: on the front-end, and on a worker for what it holds
-//     (server/pool/worker/held_kv.h) KvLeases    and who gives leases: an embedded pool's KvStore
-//     (store_leases.h), or the leader of a pool of
-//                 workers (server/pool/pool_kv_leases.h)
+//     KvSource    what FetchKv needs: on the front-end, and on a worker for what it holds (held_kv.h)
+//     KvLeases    and who gives leases: an embedded pool's KvStore (store_leases.h), or the leader of a pool
+//                 of workers (pool_kv_leases.h)
 //
 // Thread-safe. A caller may hold locks of its own; observers are called without any lock that the calls take.
 #ifndef MESHFILL_SERVER_API_KV_LEASES_H_

@@ -1,5 +1,6 @@
 // Layouts and the dtype that partial outputs travel in, where both are left to the planner.
 #include <cmath>
+#include <cstdio>
 #include <optional>
 #include <random>
 #include <set>
@@ -152,7 +153,8 @@ TEST(MakePlan, SendsAModelOfWindowsItsHalosAlone) {
 }
 
 // With full layers between those with a window, longer stripes serve both where a prompt has rounds enough,
-// and contiguous chunks where it has not. Nothing changes where the request says the layout.
+// and contiguous chunks where it has not. Nothing changes where the request says the layout. Prints the table
+// of docs/tuning.md.
 TEST(MakePlan, LongStripesServeWindowsAndFullLayers) {
   struct Expected {
     int64_t window, tokens;
@@ -169,12 +171,20 @@ TEST(MakePlan, LongStripesServeWindowsAndFullLayers) {
     const ModelShape model = ModelOfWindows(expected.window, 30, 25);
     PlanRequest request = OnNodesOfOnePort(expected.ranks, expected.tokens);
     const auto choice = MakePlan(model, kH100, request);
+    request.layout = LayoutKind::kContiguous;
+    const auto contiguous = MakePlan(model, kH100, request);
     request.layout = LayoutKind::kStriped;
     const auto asked_for = MakePlan(model, kH100, request);
     ASSERT_TRUE(choice.ok() && asked_for.ok()) << choice.status() << asked_for.status();
     const TokenLayout& layout = choice->plan.layout;
+    std::printf(
+        "%ld tokens, a window of %ld, %d GPUs: stripes of %ld %.2f s, contiguous %.2f, chosen %.2f: %s\n",
+        expected.tokens, expected.window, expected.ranks, request.stripe, asked_for->plan.predicted.seconds,
+        contiguous->plan.predicted.seconds, choice->plan.predicted.seconds, layout.DebugString().c_str());
     EXPECT_EQ(layout.kind(), expected.stripe == 0 ? LayoutKind::kContiguous : LayoutKind::kStriped);
-    if (expected.stripe > 0) EXPECT_EQ(layout.stripe(), expected.stripe);
+    if (expected.stripe > 0) {
+      EXPECT_EQ(layout.stripe(), expected.stripe);
+    }
     EXPECT_EQ(asked_for->plan.layout.stripe(), request.stripe);
     EXPECT_GT(asked_for->plan.predicted.seconds, expected.gain * choice->plan.predicted.seconds);
   }
