@@ -58,10 +58,10 @@ class AnonymousPeak {
 
  private:
   void Watch() {
-    while (!stop_) {
+    do {  // looks once, however short the run
       most_ = std::max(most_, AnonymousBytes());
       absl::SleepFor(absl::Milliseconds(5));
-    }
+    } while (!stop_);
   }
 
   std::atomic<bool> stop_{false};
