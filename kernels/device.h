@@ -102,6 +102,7 @@ struct WeightRows {
 // stays small.
 struct Grain {
   int64_t slice_tokens = 1024;  // tokens whose projections and MLP are computed at a time
+  int64_t expert_rows = 128;    // tokens of an expert for which reading its weights is worth while
   int host_threads = 1;         // host threads for what the host does while the device waits
   // Sizes of the operations that its speed is measured with (engine/speed/layer_probe.h).
   int64_t probe_width = 2048;

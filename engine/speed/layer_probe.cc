@@ -133,10 +133,10 @@ absl::StatusOr<BufferRef> Noise(Stream& stream, int64_t elements, DType dtype) {
 }  // namespace
 
 int64_t SliceTokensOf(const ModelShape& model, const Grain& grain) {
-  constexpr int64_t kRowsOfExpert = 128, kMostGrains = 4;
+  constexpr int64_t kMostGrains = 4;
   const int64_t one = grain.slice_tokens;
   if (model.experts.count == 0) return one;
-  const int64_t wanted = kRowsOfExpert * model.experts.count / model.experts.used;
+  const int64_t wanted = grain.expert_rows * model.experts.count / model.experts.used;
   return std::clamp((wanted + one - 1) / one, int64_t{1}, kMostGrains) * one;
 }
 

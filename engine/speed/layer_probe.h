@@ -20,7 +20,7 @@ namespace meshfill {
 inline constexpr int kProbeSlices = 4;
 
 // Tokens of the slices in which a device computes such a model: its grain's, or a small multiple, in which an
-// expert has 128 of them on average. Each slice reads all experts.
+// expert has the grain's expert_rows on average. Each slice reads all experts.
 int64_t SliceTokensOf(const ModelShape& model, const Grain& grain);
 
 // One layer's weights and the LM head's; shared by the probes of a pool, as the ranks share a model.

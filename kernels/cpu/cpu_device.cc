@@ -13,6 +13,7 @@
 #include "kernels/cpu/cpu_stream.h"
 #include "kernels/cpu/host_memory.h"
 #include "kernels/cpu/narrow_matrix.h"
+#include "kernels/cpu/onednn.h"
 #include "kernels/cpu/packed_matrix.h"
 #include "kernels/mutex.h"
 #include "kernels/return_if_error.h"
@@ -32,7 +33,10 @@ class CpuDevice final : public Device {
 
   std::string name() const override { return absl::StrCat("cpu/", target_); }
   DType dtype() const override { return dtype_; }
-  Grain grain() const override { return {}; }
+  Grain grain() const override {
+    if (dtype_ != DType::kBf16 || !OneDnnUsesTiles()) return {};
+    return {.expert_rows = 256, .probe_flops = 4e10};  // as many seconds as elsewhere
+  }
   bool lost() const override { return false; }
 
   absl::StatusOr<BufferRef> Allocate(size_t size_bytes) override { return AllocateHostMemory(size_bytes); }

@@ -5,7 +5,7 @@
 #include <compare>
 #include <cstddef>
 #include <cstring>
-#include <functional>
+#include <deque>
 #include <map>
 #include <span>
 #include <unordered_map>
@@ -26,14 +26,14 @@ namespace {
 using dnnl::memory;
 
 // Tokens of the largest tile: the weights, which stream through the cache once for each tile, are then read
-// at a few GB/s while a core computes at full speed.
-constexpr int64_t kTileTokens = 128;
-// Below this a tile is no longer worth a thread of its own.
+// at a few GB/s while a core computes at full speed. On AMX that speed is ten times as high.
+constexpr int64_t MostTileTokens(bool amx) { return amx ? 512 : 128; }
+// Below this a tile is not made smaller so that another thread has one.
 constexpr int64_t kSmallestSharedTile = 16;
 
 // A compiled product of a tile of tokens with some columns of a weight.
 struct Product {
-  memory::desc x, weight, bias, y;
+  memory::desc x, weight, bias, y;  // bias: of no dimensions where there is none
   dnnl::matmul primitive;
   memory::desc scratchpad;
 };
@@ -41,8 +41,8 @@ struct Product {
 // What a Product depends on.
 struct ProductKey {
   int64_t tokens, in_features, columns;
-  int64_t matrix_columns;  // columns of the matrix, `columns` of which are multiplied
-  int64_t y_stride;        // elements from one token to the next
+  int64_t block_columns;  // columns of the block, `columns` of which are multiplied
+  int64_t y_stride;       // elements from one token to the next
   DType y_dtype;
   bool bias, accumulate;
   auto operator<=>(const ProductKey&) const = default;
@@ -68,18 +68,26 @@ Product Compile(const ProductKey& key, DType dtype, const memory::desc& weight) 
 // Columns [column, column + columns) of a weight, for tokens (rows, of experts) [begin, end).
 struct Strip {
   const CpuWeight* weight;
-  const WideMatrix* wide;  // null: the weight is narrow, and the columns are what is widened at a time
+  const WideStrip* wide;  // null: the weight is narrow, and the columns are what is widened at a time
   int64_t column, columns;
   int64_t begin, end;
 };
 
-// Columns [column, column + columns) of one matrix in a task.
+// A product that a part of a task adds up.
+struct Addend {
+  const Product* product;
+  void* elements;    // of the block, the first of the columns
+  int64_t first_in;  // the block's first input feature
+};
+
+// Columns [column, column + columns) of one strip in a task.
 struct Part {
-  const WideMatrix* matrix;
+  const WideStrip* strip;
   int64_t column, columns;
   int64_t y_column;
-  void* elements = nullptr;  // the first of the columns
-  const Product* product = nullptr;
+  std::vector<Addend> addends = {};  // by block
+
+  bool adds() const { return strip->size() > 1; }
 };
 
 // One task: tokens [token, token + tokens) times columns of a weight, one part after the other.
@@ -90,64 +98,98 @@ struct Piece {
   std::vector<Part> parts;
 
   bool padded() const { return padded_tokens > tokens; }
+  bool adds() const { return parts.front().adds(); }
 };
 
 // The strips of one weight that are multiplied together, for the same tokens.
 struct Strips {
   std::span<const Strip> strips;
-  std::span<const WideMatrix> matrices;  // by strip
+  std::span<const WideStrip> wide;  // by strip
 
   const CpuWeight* weight() const { return strips.front().weight; }
   int64_t begin() const { return strips.front().begin; }
   int64_t end() const { return strips.front().end; }
-  Piece AllColumns(int64_t token, int64_t tokens, int64_t padded_tokens) const {
-    Piece piece = {weight(), token, tokens, padded_tokens, {}};
-    for (size_t i = 0; i < strips.size(); ++i) {
-      piece.parts.push_back({&matrices[i], 0, strips[i].columns, strips[i].column});
-    }
-    return piece;
-  }
 };
 
-using CutStrips = std::function<void(const Strips& strips, std::vector<Piece>& pieces)>;
+// How many tokens a tile of `tokens` is filled up to: one of a few counts, so that few sizes are ever
+// compiled.
+int64_t PaddedTokens(int64_t tokens) {
+  constexpr int64_t kLeastStep = 8;
+  const auto count = static_cast<uint64_t>(tokens);
+  if (tokens < kLeastStep) return static_cast<int64_t>(std::bit_ceil(count));
+  const int64_t step = std::max(kLeastStep, static_cast<int64_t>(std::bit_floor(count)) / 8);
+  return (tokens + step - 1) / step * step;
+}
 
-void CutColumns(const Strips& strips, std::vector<Piece>& pieces) {
-  for (size_t i = 0; i < strips.strips.size(); ++i) {
-    const Strip& strip = strips.strips[i];
-    for (int64_t column = 0; column < strip.columns; column += kPanelFeatures) {
-      const int64_t columns = std::min(kPanelFeatures, strip.columns - column);
-      pieces.push_back(
-          {strips.weight(), 0, 1, 1, {{&strips.matrices[i], column, columns, strip.column + column}}});
+// How a product is divided: into tiles of tokens, and each of those into groups of columns.
+struct Cut {
+  int64_t tiles = 1, groups = 1;
+  int64_t tile_tokens = 0;  // with those that fill it up
+};
+
+// The fastest for `threads` threads. A part of the columns takes as long as its tokens, and as reading its
+// weights takes; each group has its tile's tokens copied for it.
+Cut BestCut(int64_t tokens, int64_t parts, int threads, int64_t most_tile_tokens) {
+  const double reading = static_cast<double>(most_tile_tokens) / 8, copying = 0.4;  // measured on AMX
+  const int64_t least_tiles = (tokens + most_tile_tokens - 1) / most_tile_tokens;
+  const int64_t even_tiles = (least_tiles + threads - 1) / threads * threads;
+  const int64_t most_tiles = std::max(least_tiles, std::min(even_tiles, tokens / kSmallestSharedTile));
+  Cut best;
+  double least = 0;
+  for (int64_t tiles = least_tiles; tiles <= most_tiles; ++tiles) {
+    for (int64_t groups = 1; groups <= std::min<int64_t>(threads, parts); ++groups) {
+      const int64_t tile_tokens = PaddedTokens((tokens + tiles - 1) / tiles);
+      const auto rows = static_cast<double>(tile_tokens);
+      const auto rounds = static_cast<double>((tiles * groups + threads - 1) / threads);
+      const auto of_group = static_cast<double>((parts + groups - 1) / groups);
+      const double cost = rounds * (of_group * (rows + reading) + copying * rows);
+      if (best.tile_tokens == 0 || cost < least) {
+        best = {tiles, groups, tile_tokens};
+        least = cost;
+      }
     }
   }
+  return best;
 }
 
-// Tiles of powers of two, so that few sizes are ever compiled: 300 tokens are 128 + 128 + 32 + 8 + 4.
-void CutTokens(const Strips& strips, int threads, std::vector<Piece>& pieces) {
-  const int64_t tokens = strips.end();
-  const int64_t share = std::max(kSmallestSharedTile, (tokens + threads - 1) / threads);
-  const int64_t tile = std::min<int64_t>(kTileTokens, std::bit_floor(static_cast<uint64_t>(share)));
-  for (int64_t token = 0; token < tokens;) {
-    const int64_t rest = std::bit_floor(static_cast<uint64_t>(tokens - token));
-    const int64_t cut = std::min(tile, rest);
-    pieces.push_back(strips.AllColumns(token, cut, cut));
-    token += cut;
+// The columns of the strips, each by itself; of one token, that of each panel.
+std::vector<Part> PartsOf(const Strips& strips) {
+  const bool one_token = strips.end() - strips.begin() == 1;
+  std::vector<Part> parts;
+  for (size_t i = 0; i < strips.strips.size(); ++i) {
+    const Strip& strip = strips.strips[i];
+    const int64_t most = one_token ? kPanelFeatures : strip.columns;
+    for (int64_t column = 0; column < strip.columns; column += most) {
+      const int64_t columns = std::min(most, strip.columns - column);
+      parts.push_back({&strips.wide[i], column, columns, strip.column + column});
+    }
   }
+  return parts;
 }
 
-// The rows of an expert by itself, in tiles of as many each, at most kTileTokens; a tile is filled up to a
-// size of which there are few: a power of two, or a multiple of kPaddedTile. Each tile reads the expert's
-// weights, which a small one behind the others would do for little.
-void CutExpert(const Strips& strips, std::vector<Piece>& pieces) {
-  constexpr int64_t kPaddedTile = 8;
-  const int64_t rows = strips.end() - strips.begin();
-  const int64_t tiles = (rows + kTileTokens - 1) / kTileTokens;
-  const int64_t of_tile = (rows + tiles - 1) / tiles;
-  const int64_t padded = of_tile < kPaddedTile
-                             ? static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(of_tile)))
-                             : (of_tile + kPaddedTile - 1) / kPaddedTile * kPaddedTile;
-  for (int64_t row = strips.begin(); row < strips.end(); row += padded) {
-    pieces.push_back(strips.AllColumns(row, std::min(padded, strips.end() - row), padded));
+// oneDNN multiplies one token by 256 features, and few tokens by few columns, without AMX (2.6's
+// brgemm_matmul_utils.cpp), in another order: this many tokens it does not.
+int64_t LeastTileTokens(std::span<const Part> parts) {
+  int64_t columns = parts.front().columns;
+  for (const Part& part : parts) columns = std::min(columns, part.columns);
+  return std::clamp<int64_t>(256 / columns + 1, 2, 33);
+}
+
+void CutProduct(const Strips& strips, bool amx, int threads, std::vector<Piece>& pieces) {
+  const std::vector<Part> parts = PartsOf(strips);
+  auto [tiles, groups, tokens] =
+      BestCut(strips.end() - strips.begin(), std::ssize(parts), threads, MostTileTokens(amx));
+  if (amx) tokens = std::max(tokens, LeastTileTokens(parts));
+  for (int64_t token = strips.begin(); token < strips.end(); token += tokens) {
+    for (int64_t group = 0; group < groups; ++group) {
+      const auto first = parts.begin() + group * std::ssize(parts) / groups;
+      const auto last = parts.begin() + (group + 1) * std::ssize(parts) / groups;
+      pieces.push_back({.weight = strips.weight(),
+                        .token = token,
+                        .tokens = std::min(tokens, strips.end() - token),
+                        .padded_tokens = tokens,
+                        .parts = std::vector<Part>(first, last)});
+    }
   }
 }
 
@@ -156,7 +198,11 @@ void CutExpert(const Strips& strips, std::vector<Piece>& pieces) {
 class CpuGemm::Impl {
  public:
   Impl(DType dtype, ThreadPool& pool)
-      : dtype_(dtype), multiply_dtype_(MultiplyDType(dtype)), pool_(pool), workers_(pool.threads()) {}
+      : dtype_(dtype),
+        multiply_dtype_(MultiplyDType(dtype)),
+        amx_(multiply_dtype_ == DType::kBf16 && OneDnnUsesTiles()),
+        pool_(pool),
+        workers_(pool.threads()) {}
 
   absl::Status Run(const GemmArgs& args, const StopToken* stop) {
     if (args.tokens == 0) return absl::OkStatus();
@@ -164,11 +210,7 @@ class CpuGemm::Impl {
     AddStrips(static_cast<const CpuWeight&>(*args.weight), 0, args.tokens, strips);
     const Operands operands = {
         .x = args.x, .y = args.y, .y_dtype = args.y_dtype, .accumulate = args.accumulate};
-    const int threads = pool_.threads();
-    const CutStrips cut_tokens = [threads](const Strips& all, std::vector<Piece>& pieces) {
-      CutTokens(all, threads, pieces);
-    };
-    return RunStrips(strips, args.tokens == 1 ? CutStrips(CutColumns) : cut_tokens, operands, "gemm", stop);
+    return RunStrips(strips, pool_.threads(), operands, "gemm", stop);
   }
 
   absl::Status RunExperts(const ExpertGemmArgs& args, const StopToken* stop) {
@@ -180,7 +222,7 @@ class CpuGemm::Impl {
     }
     const Operands operands = {
         .x = args.x, .row_token = args.by_token ? args.rows.token : nullptr, .y = args.y, .y_dtype = dtype_};
-    return RunStrips(strips, CutExpert, operands, "expert gemm", stop);
+    return RunStrips(strips, /*threads=*/1, operands, "expert gemm", stop);
   }
 
  private:
@@ -188,8 +230,8 @@ class CpuGemm::Impl {
   struct Worker {
     dnnl::stream stream{CpuEngine()};
     BufferRef scratchpad;
-    BufferRef x, y;  // a tile in multiply_dtype_, where that is not the compute dtype, or the tile is padded
-    BufferRef gathered;  // rows of a tile in the compute dtype, where they lie apart
+    BufferRef x;  // a tile, where it is not read as it lies: [tokens, in_features of the block] by block
+    BufferRef y;  // some columns of a tile, where they are not written where they will lie
     absl::Status status;
   };
 
@@ -208,11 +250,14 @@ class CpuGemm::Impl {
 
   void AddStrips(const CpuWeight& weight, int64_t begin, int64_t end, std::vector<Strip>& strips) const {
     int64_t column = 0;
-    for (const WideMatrix& wide : weight.wide()) {
-      strips.push_back({&weight, &wide, column, wide.columns(), begin, end});
-      column += wide.columns();
+    for (const WideStrip& wide : weight.wide()) {
+      const int64_t columns = wide.front().columns();
+      strips.push_back({&weight, &wide, column, columns, begin, end});
+      column += columns;
     }
-    const int64_t panels = kWidenedBytes / WidenedBytes(weight, kPanelFeatures);
+    const int64_t panels = AddsBlocks(weight.in_features(), multiply_dtype_)
+                               ? 1
+                               : kWidenedBytes / WidenedBytes(weight, kPanelFeatures);
     const int64_t most = std::max<int64_t>(1, panels) * kPanelFeatures;
     for (; column < weight.out_features(); column += most) {
       strips.push_back(
@@ -220,8 +265,9 @@ class CpuGemm::Impl {
     }
   }
 
-  // Strips that are wide run all at once, others as many as are widened together.
-  absl::Status RunStrips(std::span<const Strip> strips, const CutStrips& cut, const Operands& operands,
+  // Strips that are wide run all at once, others as many as are widened together. `threads` share the tokens
+  // of each weight.
+  absl::Status RunStrips(std::span<const Strip> strips, int threads, const Operands& operands,
                          const char* operation, const StopToken* stop) {
     while (!strips.empty()) {
       size_t count = 0;
@@ -230,11 +276,13 @@ class CpuGemm::Impl {
         if (strip.wide == nullptr) bytes += WidenedBytes(*strip.weight, strip.columns);
         if (count > 0 && bytes > kWidenedBytes) break;
       }
-      ASSIGN_OR_RETURN(const std::vector<WideMatrix> matrices, Widen(strips.first(count), stop));
+      ASSIGN_OR_RETURN(const std::vector<WideStrip> wide, Widen(strips.first(count), stop));
       std::vector<Piece> pieces;
       for (size_t first = 0, last = 0; first < count; first = last) {
         while (last < count && strips[last].weight == strips[first].weight) ++last;
-        cut({strips.subspan(first, last - first), std::span(matrices).subspan(first, last - first)}, pieces);
+        const Strips of_weight = {strips.subspan(first, last - first),
+                                  std::span(wide).subspan(first, last - first)};
+        CutProduct(of_weight, amx_, threads, pieces);
       }
       RETURN_IF_ERROR(RunPieces(std::move(pieces), operands, operation, stop));
       strips = strips.subspan(count);
@@ -242,53 +290,54 @@ class CpuGemm::Impl {
     return absl::OkStatus();
   }
 
-  // Each strip's matrix: of the weight's own, or in `widened_`, where it is until the next call.
-  absl::StatusOr<std::vector<WideMatrix>> Widen(std::span<const Strip> strips, const StopToken* stop) {
+  // Each strip: the weight's own, or in `widened_`, where it is until the next call.
+  absl::StatusOr<std::vector<WideStrip>> Widen(std::span<const Strip> strips, const StopToken* stop) {
     struct Tile {
       size_t strip;
+      const WideBlock* block;
+      const NarrowMatrix::Places* places;
       int64_t tile;
     };
-    std::vector<WideMatrix> matrices;
-    std::vector<size_t> offsets;
-    std::vector<Tile> tiles;
-    size_t bytes = 0;
+    std::vector<WideStrip> wide(strips.size());
+    std::vector<std::pair<size_t, StripForm>> forms;  // of strips that are narrow
+    int64_t bytes = 0;
     KeepOneDnnSingleThreaded();
-    for (const Strip& strip : strips) {
-      offsets.push_back(bytes);
-      if (strip.wide != nullptr) {
-        matrices.push_back(*strip.wide);
+    for (size_t i = 0; i < strips.size(); ++i) {
+      if (strips[i].wide != nullptr) {
+        wide[i] = *strips[i].wide;
         continue;
       }
       try {
-        matrices.push_back({PreferredLayout(strip.weight->in_features(), strip.columns, multiply_dtype_),
-                            multiply_dtype_, nullptr});
+        forms.emplace_back(i, StripForm(strips[i].weight->in_features(), strips[i].columns, multiply_dtype_));
       } catch (const dnnl::error& error) {
         return OneDnnError("choosing a weight's layout", error);
       }
-      constexpr size_t kCacheLine = 64;
-      bytes += (matrices.back().layout.get_size() + kCacheLine - 1) / kCacheLine * kCacheLine;
-      for (int64_t tile = 0; tile * NarrowMatrix::kTileColumns < strip.columns; ++tile) {
-        tiles.push_back({matrices.size() - 1, tile});
-      }
+      bytes += forms.back().second.bytes();
     }
-    if (tiles.empty()) return matrices;
-    if (widened_ == nullptr || widened_->size_bytes() < bytes) {
+    if (forms.empty()) return wide;
+    if (widened_ == nullptr || static_cast<int64_t>(widened_->size_bytes()) < bytes) {
       widened_ = nullptr;
       ASSIGN_OR_RETURN(widened_, AllocateHostMemory(bytes));
     }
-    std::vector<NarrowMatrix::Places> places(strips.size());
-    for (size_t i = 0; i < strips.size(); ++i) {
-      if (strips[i].wide != nullptr) continue;
-      matrices[i].elements = widened_->data<std::byte>() + offsets[i];
-      places[i] = NarrowMatrix::PlacesIn(matrices[i]);
+    std::deque<NarrowMatrix::Places> places;
+    std::vector<Tile> tiles;
+    auto* to = widened_->data<std::byte>();
+    for (const auto& [i, form] : forms) {
+      wide[i] = form.At(std::exchange(to, to + form.bytes()));
+      for (const WideBlock& block : wide[i]) {
+        places.push_back(NarrowMatrix::PlacesIn(block));
+        for (int64_t tile = 0; tile * NarrowMatrix::kTileColumns < strips[i].columns; ++tile) {
+          tiles.push_back({i, &block, &places.back(), tile});
+        }
+      }
     }
     pool_.ParallelFor(std::ssize(tiles), [&](int64_t task, int) {
       if (stop != nullptr && !stop->Proceed()) return;
-      const auto [i, tile] = tiles[task];
-      static_cast<const NarrowMatrix*>(strips[i].weight)
-          ->WidenTile(strips[i].column, tile, places[i], matrices[i]);
+      const Tile& tile = tiles[task];
+      static_cast<const NarrowMatrix*>(strips[tile.strip].weight)
+          ->WidenTile(strips[tile.strip].column, tile.tile, *tile.places, *tile.block);
     });
-    return matrices;
+    return wide;
   }
 
   absl::Status RunPieces(std::vector<Piece> pieces, const Operands& operands, const char* operation,
@@ -297,7 +346,7 @@ class CpuGemm::Impl {
     RETURN_IF_ERROR(Reserve(pieces, operands));
     pool_.ParallelFor(std::ssize(pieces), [&](int64_t task, int worker) {
       if (stop != nullptr && !stop->Proceed()) return;
-      workers_[worker].status.Update(RunPiece(operands, pieces[task], workers_[worker]));
+      workers_[worker].status.Update(RunPiece(operands, pieces[task], stop, workers_[worker]));
     });
     for (Worker& worker : workers_) {
       if (!worker.status.ok()) return std::exchange(worker.status, absl::OkStatus());
@@ -316,21 +365,23 @@ class CpuGemm::Impl {
       for (Piece& piece : pieces) {
         const bool apart = piece.padded_tokens > 1 && !copies_y(operands, piece);
         for (Part& part : piece.parts) {
-          const WideMatrix::Columns columns = part.matrix->ColumnsFrom(part.column, part.columns);
-          const ProductKey key{.tokens = piece.padded_tokens,
-                               .in_features = piece.weight->in_features(),
-                               .columns = part.columns,
-                               .matrix_columns = part.matrix->columns(),
-                               .y_stride = apart ? piece.weight->out_features() : part.columns,
-                               .y_dtype = widens_y(operands.y_dtype) ? multiply_dtype_ : operands.y_dtype,
-                               .bias = piece.weight->has_bias(),
-                               .accumulate = operands.accumulate};
-          auto found = products_.find(key);
-          if (found == products_.end()) {
-            found = products_.emplace(key, Compile(key, multiply_dtype_, columns.layout)).first;
+          for (const WideBlock& block : *part.strip) {
+            const WideBlock columns = block.ColumnsFrom(part.column, part.columns);
+            const bool first = block.first_in == 0;
+            const ProductKey key{.tokens = piece.padded_tokens,
+                                 .in_features = block.in_features(),
+                                 .columns = part.columns,
+                                 .block_columns = block.columns(),
+                                 .y_stride = apart ? piece.weight->out_features() : part.columns,
+                                 .y_dtype = ProductDType(operands, piece),
+                                 .bias = piece.weight->has_bias() && first,
+                                 .accumulate = operands.accumulate || !first};
+            auto found = products_.find(key);
+            if (found == products_.end()) {
+              found = products_.emplace(key, Compile(key, multiply_dtype_, columns.layout)).first;
+            }
+            part.addends.push_back({&found->second, columns.elements, block.first_in});
           }
-          part.elements = columns.elements;
-          part.product = &found->second;
         }
       }
     } catch (const dnnl::error& error) {
@@ -341,23 +392,24 @@ class CpuGemm::Impl {
 
   // Gives every worker the scratch memory that the largest piece needs.
   absl::Status Reserve(const std::vector<Piece>& pieces, const Operands& operands) {
-    size_t scratchpad_bytes = 0, x_bytes = 0, y_bytes = 0, gathered_bytes = 0;
+    size_t scratchpad_bytes = 0, x_bytes = 0, y_bytes = 0;
     for (const Piece& piece : pieces) {
-      for (const Part& part : piece.parts) {
-        scratchpad_bytes = std::max(scratchpad_bytes, part.product->scratchpad.get_size());
-        if (copies_x(operands, piece)) x_bytes = std::max(x_bytes, part.product->x.get_size());
-        if (copies_y(operands, piece)) y_bytes = std::max(y_bytes, part.product->y.get_size());
+      if (copies_x(operands, piece)) {
+        const int64_t elements = piece.padded_tokens * piece.weight->in_features();
+        x_bytes = std::max(x_bytes, elements * DTypeBytes(multiply_dtype_));
       }
-      if (operands.row_token != nullptr && widens()) {
-        const int64_t elements = piece.tokens * piece.weight->in_features();
-        gathered_bytes = std::max(gathered_bytes, static_cast<size_t>(elements) * DTypeBytes(dtype_));
+      for (const Part& part : piece.parts) {
+        for (const Addend& addend : part.addends) {
+          scratchpad_bytes = std::max(scratchpad_bytes, addend.product->scratchpad.get_size());
+        }
+        if (copies_y(operands, piece)) {
+          y_bytes = std::max(y_bytes, part.addends.front().product->y.get_size());
+        }
       }
     }
     for (Worker& worker : workers_) {
-      for (auto [buffer, bytes] : {std::pair(&worker.scratchpad, scratchpad_bytes),
-                                   {&worker.x, x_bytes},
-                                   {&worker.y, y_bytes},
-                                   {&worker.gathered, gathered_bytes}}) {
+      for (auto [buffer, bytes] :
+           {std::pair(&worker.scratchpad, scratchpad_bytes), {&worker.x, x_bytes}, {&worker.y, y_bytes}}) {
         if (*buffer != nullptr && (*buffer)->size_bytes() >= bytes) continue;
         ASSIGN_OR_RETURN(BufferRef larger, AllocateHostMemory(bytes));
         *buffer = std::move(larger);
@@ -366,35 +418,56 @@ class CpuGemm::Impl {
     return absl::OkStatus();
   }
 
+  // One token's features lie side by side, however they are cut into blocks.
   bool copies_x(const Operands& operands, const Piece& piece) const {
-    return widens() || piece.padded() || operands.row_token != nullptr;
+    return widens() || piece.padded() || operands.row_token != nullptr ||
+           (piece.adds() && piece.padded_tokens > 1);
   }
   bool copies_y(const Operands& operands, const Piece& piece) const {
-    return widens_y(operands.y_dtype) || piece.padded();
+    return widens_y(operands.y_dtype) || piece.padded() || piece.adds();
+  }
+  // The dtype that products write.
+  DType ProductDType(const Operands& operands, const Piece& piece) const {
+    if (piece.adds()) return DType::kF32;
+    return widens_y(operands.y_dtype) ? multiply_dtype_ : operands.y_dtype;
   }
 
-  absl::Status RunPiece(const Operands& operands, const Piece& piece, Worker& worker) {
+  absl::Status RunPiece(const Operands& operands, const Piece& piece, const StopToken* stop, Worker& worker) {
     // oneDNN's handles are not const, yet it reads only.
     void* const x = copies_x(operands, piece) ? CopyRows(operands, piece, worker)
                                               : const_cast<std::byte*>(RowOfX(operands, piece, 0));
-    for (const Part& part : piece.parts) RETURN_IF_ERROR(RunPart(operands, piece, part, x, worker));
+    for (const Part& part : piece.parts) {
+      if (stop != nullptr && !stop->Proceed()) break;
+      RETURN_IF_ERROR(RunPart(operands, piece, part, static_cast<std::byte*>(x), worker));
+    }
     return absl::OkStatus();
   }
 
-  absl::Status RunPart(const Operands& operands, const Piece& piece, const Part& part, void* x,
+  absl::Status RunPart(const Operands& operands, const Piece& piece, const Part& part, std::byte* x,
                        Worker& worker) {
     const int64_t width = piece.weight->out_features();
     std::byte* const y = static_cast<std::byte*>(operands.y) +
                          (piece.token * width + part.y_column) * DTypeBytes(operands.y_dtype);
-    if (!copies_y(operands, piece)) return Multiply(*piece.weight, part, x, y, worker);
-    RETURN_IF_ERROR(Multiply(*piece.weight, part, x, worker.y->data(), worker));
-    const DType from = widens_y(operands.y_dtype) ? multiply_dtype_ : operands.y_dtype;
-    // Side by side, where the part has all columns.
+    if (!copies_y(operands, piece)) return Multiply(piece, part, x, y, worker);
+    auto* const copy = worker.y->data<std::byte>();
+    const DType dtype = ProductDType(operands, piece);
+    // Rows lie side by side in y, too, where the part has all columns.
     const int64_t copies = part.columns == width ? 1 : piece.tokens, count = piece.tokens / copies;
-    for (int64_t copy = 0; copy < copies; ++copy) {
-      ConvertValues(worker.y->data<std::byte>() + copy * part.columns * DTypeBytes(from), from,
-                    count * part.columns, operands.y_dtype, y + copy * width * DTypeBytes(operands.y_dtype));
+    const auto for_each_copy = [&](const auto& convert) {
+      for (int64_t i = 0; i < copies; ++i) {
+        convert(copy + i * part.columns * DTypeBytes(dtype), y + i * width * DTypeBytes(operands.y_dtype),
+                count * part.columns);
+      }
+    };
+    if (operands.accumulate) {
+      for_each_copy([&](std::byte* product, const std::byte* rows, int64_t elements) {
+        ConvertValues(rows, operands.y_dtype, elements, dtype, product);
+      });
     }
+    RETURN_IF_ERROR(Multiply(piece, part, x, copy, worker));
+    for_each_copy([&](const std::byte* product, std::byte* rows, int64_t elements) {
+      ConvertValues(product, dtype, elements, operands.y_dtype, rows);
+    });
     return absl::OkStatus();
   }
 
@@ -405,40 +478,40 @@ class CpuGemm::Impl {
            token * piece.weight->in_features() * DTypeBytes(dtype_);
   }
 
-  // The piece's rows of x side by side, in multiply_dtype_; those that fill it up are 0.
+  // The piece's rows of x in multiply_dtype_, side by side for each block; those that fill it up are 0.
   void* CopyRows(const Operands& operands, const Piece& piece, Worker& worker) const {
-    const int64_t width = piece.weight->in_features();
-    const void* rows = RowOfX(operands, piece, 0);
-    if (operands.row_token != nullptr) {
-      const int64_t row_bytes = width * DTypeBytes(dtype_);
-      auto* const gathered = (widens() ? worker.gathered : worker.x)->data<std::byte>();
+    auto* to = worker.x->data<std::byte>();
+    for (const WideBlock& block : *piece.parts.front().strip) {
+      const int64_t features = block.in_features();
+      const auto row_bytes = static_cast<size_t>(features) * DTypeBytes(multiply_dtype_);
       for (int64_t row = 0; row < piece.tokens; ++row) {
-        std::memcpy(gathered + row * row_bytes, RowOfX(operands, piece, row), row_bytes);
+        ConvertValues(RowOfX(operands, piece, row) + block.first_in * DTypeBytes(dtype_), dtype_, features,
+                      multiply_dtype_, std::exchange(to, to + row_bytes));
       }
-      rows = gathered;
+      const size_t rest = (piece.padded_tokens - piece.tokens) * row_bytes;
+      std::memset(std::exchange(to, to + rest), 0, rest);
     }
-    if (rows != worker.x->data()) {
-      ConvertValues(rows, dtype_, piece.tokens * width, multiply_dtype_, worker.x->data());
-    }
-    const int64_t row_bytes = width * DTypeBytes(multiply_dtype_);
-    std::memset(worker.x->data<std::byte>() + piece.tokens * row_bytes, 0,
-                (piece.padded_tokens - piece.tokens) * row_bytes);
     return worker.x->data();
   }
 
-  absl::Status Multiply(const CpuWeight& weight, const Part& part, void* x, void* y, Worker& worker) {
+  // Adds up the part's products.
+  absl::Status Multiply(const Piece& piece, const Part& part, std::byte* x, void* y, Worker& worker) {
     KeepOneDnnSingleThreaded();
     try {
-      const Product& product = *part.product;
-      std::unordered_map<int, memory> operands{
-          {DNNL_ARG_SRC, memory(product.x, CpuEngine(), x)},
-          {DNNL_ARG_WEIGHTS, memory(product.weight, CpuEngine(), part.elements)},
-          {DNNL_ARG_DST, memory(product.y, CpuEngine(), y)},
-          {DNNL_ARG_SCRATCHPAD, memory(product.scratchpad, CpuEngine(), worker.scratchpad->data())}};
-      if (weight.has_bias()) {
-        operands.emplace(DNNL_ARG_BIAS, memory(product.bias, CpuEngine(), weight.bias(part.y_column)));
+      for (const Addend& addend : part.addends) {
+        const Product& product = *addend.product;
+        std::byte* const x_of_block = x + addend.first_in * piece.padded_tokens * DTypeBytes(multiply_dtype_);
+        std::unordered_map<int, memory> operands{
+            {DNNL_ARG_SRC, memory(product.x, CpuEngine(), x_of_block)},
+            {DNNL_ARG_WEIGHTS, memory(product.weight, CpuEngine(), addend.elements)},
+            {DNNL_ARG_DST, memory(product.y, CpuEngine(), y)},
+            {DNNL_ARG_SCRATCHPAD, memory(product.scratchpad, CpuEngine(), worker.scratchpad->data())}};
+        if (product.bias.dims().size() > 0) {
+          operands.emplace(DNNL_ARG_BIAS,
+                           memory(product.bias, CpuEngine(), piece.weight->bias(part.y_column)));
+        }
+        product.primitive.execute(worker.stream, operands);
       }
-      product.primitive.execute(worker.stream, operands);
       return absl::OkStatus();
     } catch (const dnnl::error& error) {
       return OneDnnError("running a matmul", error);
@@ -447,6 +520,7 @@ class CpuGemm::Impl {
 
   const DType dtype_;
   const DType multiply_dtype_;  // f32 where the machine cannot multiply bf16
+  const bool amx_;              // the products are AMX's
   ThreadPool& pool_;
   std::vector<Worker> workers_;
   std::map<ProductKey, Product> products_;

@@ -289,26 +289,33 @@ absl::Status NarrowMatrix::PackTile(std::span<const WeightRows> rows, int64_t in
   return absl::OkStatus();
 }
 
-NarrowMatrix::Places NarrowMatrix::PlacesIn(const WideMatrix& to) {
+NarrowMatrix::Places NarrowMatrix::PlacesIn(const WideBlock& to) {
   return {.in = PlacesAlong(to.layout.data, 0), .out = PlacesAlong(to.layout.data, 1)};
 }
 
-void NarrowMatrix::WidenTile(int64_t column, int64_t tile, const Places& places, const WideMatrix& to) const {
+void NarrowMatrix::WidenTile(int64_t column, int64_t tile, const Places& places, const WideBlock& to) const {
   static constexpr uint8_t kZeros[kTileColumns] = {};
   const int64_t source = column / kTileColumns + tile, first = tile * kTileColumns;
   const bool fp4 = form_.fp4();
   const int64_t row_bytes = ElementsBytes(form_.dtype, kTileColumns);
   const uint8_t* const elements = tiles_->data<uint8_t>() + source * form_.bytes;
   const uint8_t* const exponents = elements + form_.element_bytes;
+  // Scales of the block's features, from the first one's on.
+  const int64_t last_in = to.first_in + to.in_features() - 1;
+  const int64_t first_scales = to.first_in / form_.block, last_scales = last_in / form_.block;
   std::vector<float> powers;
   if (fp4) {
-    powers.resize(form_.blocks * kTileColumns);
-    std::transform(exponents, exponents + powers.size(), powers.begin(), E8M0ToFloat);
+    powers.resize((last_scales + 1 - first_scales) * kTileColumns);
+    std::transform(exponents + first_scales * kTileColumns, exponents + (last_scales + 1) * kTileColumns,
+                   powers.begin(), E8M0ToFloat);
   }
-  const float* const scales = fp4 ? powers.data() : reinterpret_cast<const float*>(exponents);
-  const auto row = [&](int64_t in) { return in < in_features() ? elements + in * row_bytes : kZeros; };
+  const float* const scales =
+      fp4 ? powers.data() : reinterpret_cast<const float*>(exponents) + first_scales * kTileColumns;
+  const auto row = [&](int64_t in) {
+    return in < to.in_features() ? elements + (to.first_in + in) * row_bytes : kZeros;
+  };
   const auto row_scales = [&](int64_t in) {
-    return scales + std::min(in / form_.block, form_.blocks - 1) * kTileColumns;
+    return scales + (std::min(to.first_in + in, last_in) / form_.block - first_scales) * kTileColumns;
   };
   const bool bf16 = to.dtype == DType::kBf16, round = compute_dtype_ == DType::kBf16;
   const auto at = [&](int64_t in, int64_t out) { return places.in[in] + places.out[out]; };

@@ -24,6 +24,12 @@ inline const dnnl::engine& CpuEngine() {
 // every use of oneDNN, on the thread that uses it.
 inline void KeepOneDnnSingleThreaded() { omp_set_num_threads(1); }
 
+// Whether oneDNN multiplies bf16 in AMX's tiles here: the machine has them, and DNNL_MAX_CPU_ISA allows them.
+inline bool OneDnnUsesTiles() {
+  static const bool uses = dnnl::get_effective_cpu_isa() == dnnl::cpu_isa::avx512_core_amx;
+  return uses;
+}
+
 // f32 or bf16.
 inline dnnl::memory::data_type OneDnnType(DType dtype) {
   return dtype == DType::kF32 ? dnnl::memory::data_type::f32 : dnnl::memory::data_type::bf16;

@@ -2,10 +2,14 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <map>
 #include <optional>
+#include <tuple>
+#include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "absl/synchronization/mutex.h"
 #include "kernels/cpu/host_memory.h"
 #include "kernels/cpu/layer_ops.h"
 #include "kernels/return_if_error.h"
@@ -18,6 +22,33 @@ using dnnl::memory;
 // Tokens for which oneDNN is asked for its preference; the answer is the same for all counts that Gemm
 // multiplies.
 constexpr int64_t kTypicalTokens = 128;
+// The most input features of a block that is added to others.
+constexpr int64_t kBlockFeatures = 512;
+
+// The layout that oneDNN prefers for a matrix of this size, which takes it long to say. Throws as StripForm
+// does.
+memory::desc PreferredLayout(int64_t in_features, int64_t out_features, DType dtype) {
+  static absl::Mutex mutex;
+  static auto& layouts = *new std::map<std::tuple<int64_t, int64_t, DType>, memory::desc>;
+  const absl::MutexLock lock(&mutex);
+  const std::tuple key(in_features, out_features, dtype);
+  if (const auto found = layouts.find(key); found != layouts.end()) return found->second;
+  const dnnl::matmul::desc operation(
+      RowMajor(kTypicalTokens, in_features, dtype),
+      memory::desc({in_features, out_features}, OneDnnType(dtype), memory::format_tag::any),
+      RowMajor(kTypicalTokens, out_features, DType::kF32));
+  return layouts.emplace(key, dnnl::matmul::primitive_desc(operation, CpuEngine()).weights_desc())
+      .first->second;
+}
+
+// Input features of each block but the last.
+int64_t BlockFeatures(int64_t in_features, DType dtype) {
+  constexpr int64_t kTileFeatures = 32;  // of AMX's tiles, which blocks fill
+  if (!AddsBlocks(in_features, dtype)) return in_features;
+  const int64_t blocks = (in_features + kBlockFeatures - 1) / kBlockFeatures;
+  const int64_t features = (in_features + blocks - 1) / blocks;
+  return (features + kTileFeatures - 1) / kTileFeatures * kTileFeatures;
+}
 
 // Reads rows of a source, converted: where that changes nothing, to where they go.
 absl::Status ReadRows(const WeightRows& source, int64_t in_features, int64_t first, int64_t count,
@@ -69,15 +100,17 @@ absl::StatusOr<Staging> AllocateStaging(int64_t panel_elements, DType compute_dt
   return Staging{std::move(rounded), std::move(widened), {}};
 }
 
-absl::Status Reorder(const Staging& staging, int64_t in_features, int64_t columns, DType dtype,
-                     const WideMatrix::Columns& panel) {
+absl::Status Reorder(const Staging& staging, int64_t in_features, DType dtype, const WideStrip& panel) {
   KeepOneDnnSingleThreaded();
   try {
-    const memory::desc rows({in_features, columns}, OneDnnType(dtype), memory::dims{1, in_features});
-    memory from(rows, CpuEngine(), staging.widened->data());
-    memory to(panel.layout, CpuEngine(), panel.elements);
     dnnl::stream stream(CpuEngine());
-    dnnl::reorder(from, to).execute(stream, from, to);
+    for (const WideBlock& block : panel) {
+      const memory::desc rows({block.in_features(), block.columns()}, OneDnnType(dtype),
+                              memory::dims{1, in_features});
+      memory from(rows, CpuEngine(), staging.widened->data<std::byte>() + block.first_in * DTypeBytes(dtype));
+      memory to(block.layout, CpuEngine(), block.elements);
+      dnnl::reorder(from, to).execute(stream, from, to);
+    }
     return absl::OkStatus();
   } catch (const dnnl::error& error) {
     return OneDnnError("packing a weight", error);
@@ -115,7 +148,7 @@ absl::Status PackInto(const MatrixForm& form, void* elements, std::span<const We
     if (mine.widened != mine.rounded) {
       ConvertValues(mine.rounded->data(), compute_dtype, columns * in_features, dtype, mine.widened->data());
     }
-    mine.status.Update(Reorder(mine, in_features, columns, dtype, form.PanelAt(first + panel, elements)));
+    mine.status.Update(Reorder(mine, in_features, dtype, form.PanelAt(first + panel, elements)));
   });
   for (const Staging& worker : staging) {
     if (!worker.status.ok()) return worker.status;
@@ -123,9 +156,10 @@ absl::Status PackInto(const MatrixForm& form, void* elements, std::span<const We
   return absl::OkStatus();
 }
 
-// The form of one panel after the other, where this layout has them so.
-std::optional<PackedForm> DividedBy(const memory::desc& layout) {
-  const int64_t in_features = layout.dims()[0], out_features = layout.dims()[1];
+// The form of a matrix in oneDNN's layout, if it is multiplied as a whole: one panel lies after the other.
+std::optional<PackedForm> OneProduct(int64_t in_features, int64_t out_features, DType dtype) {
+  if (AddsBlocks(in_features, dtype)) return std::nullopt;
+  const memory::desc layout = PreferredLayout(in_features, out_features, dtype);
   const auto bytes = static_cast<int64_t>(layout.get_size());
   if (out_features <= kPanelFeatures) return PackedForm{bytes, out_features, bytes};
   const auto width = static_cast<int64_t>(memory::data_type_size(layout.data_type()));
@@ -146,14 +180,6 @@ std::optional<PackedForm> DividedBy(const memory::desc& layout) {
 }
 
 }  // namespace
-
-memory::desc PreferredLayout(int64_t in_features, int64_t out_features, DType dtype) {
-  const dnnl::matmul::desc operation(
-      RowMajor(kTypicalTokens, in_features, dtype),
-      memory::desc({in_features, out_features}, OneDnnType(dtype), memory::format_tag::any),
-      RowMajor(kTypicalTokens, out_features, DType::kF32));
-  return dnnl::matmul::primitive_desc(operation, CpuEngine()).weights_desc();
-}
 
 int64_t RowsOf(std::span<const WeightRows> rows) {
   int64_t sum = 0;
@@ -183,42 +209,61 @@ DType MultiplyDType(DType compute_dtype) {
   }
 }
 
-WideMatrix::Columns WideMatrix::ColumnsFrom(int64_t begin, int64_t columns) const {
+bool AddsBlocks(int64_t in_features, DType dtype) {
+  return dtype == DType::kBf16 && in_features > kBlockFeatures && OneDnnUsesTiles();
+}
+
+WideBlock WideBlock::ColumnsFrom(int64_t begin, int64_t columns) const {
   memory::desc part = layout.submemory_desc({in_features(), columns}, {0, begin});
   // The offset goes into the pointer, since the fast matmul takes none in the layout.
   const int64_t offset = std::exchange(part.data.offset0, 0);
-  return {part, static_cast<std::byte*>(elements) + offset * DTypeBytes(dtype)};
+  return {part, dtype, first_in, static_cast<std::byte*>(elements) + offset * DTypeBytes(dtype)};
+}
+
+StripForm::StripForm(int64_t in_features, int64_t columns, DType dtype) {
+  constexpr int64_t kCacheLine = 64;
+  const int64_t features = BlockFeatures(in_features, dtype);
+  for (int64_t in = 0; in < in_features; in += features) {
+    const memory::desc layout = PreferredLayout(std::min(features, in_features - in), columns, dtype);
+    blocks_.push_back({layout, dtype, in, nullptr});
+    offsets_.push_back(bytes_);
+    const auto bytes = static_cast<int64_t>(layout.get_size());
+    bytes_ += (bytes + kCacheLine - 1) / kCacheLine * kCacheLine;
+  }
+}
+
+WideStrip StripForm::At(void* elements) const {
+  WideStrip strip = blocks_;
+  for (size_t i = 0; i < strip.size(); ++i) {
+    strip[i].elements = static_cast<std::byte*>(elements) + offsets_[i];
+  }
+  return strip;
 }
 
 MatrixForm::MatrixForm(int64_t in_features, int64_t out_features, DType dtype)
-    : in_features_(in_features),
-      out_features_(out_features),
-      dtype_(dtype),
-      layout_(PreferredLayout(in_features, out_features, dtype)),
-      last_layout_(layout_),
-      strip_columns_(out_features) {
-  if (const std::optional<PackedForm> divided = DividedBy(layout_); divided.has_value()) {
-    panels_ = *divided;
-    return;
-  }
-  strip_columns_ = kPanelFeatures;
-  layout_ = PreferredLayout(in_features, kPanelFeatures, dtype);
-  last_layout_ = PreferredLayout(in_features, out_features - (strips() - 1) * kPanelFeatures, dtype);
-  const auto panel_bytes = static_cast<int64_t>(layout_.get_size());
-  panels_ = {.bytes = (strips() - 1) * panel_bytes + static_cast<int64_t>(last_layout_.get_size()),
-             .panel_rows = kPanelFeatures,
-             .panel_bytes = panel_bytes};
+    : MatrixForm(in_features, out_features, dtype, OneProduct(in_features, out_features, dtype)) {}
+
+MatrixForm::MatrixForm(int64_t in_features, int64_t out_features, DType dtype,
+                       const std::optional<PackedForm>& one_product)
+    : out_features_(out_features),
+      strip_columns_(one_product.has_value() ? out_features : std::min(kPanelFeatures, out_features)),
+      strip_(in_features, strip_columns_, dtype),
+      last_strip_(in_features, out_features - (strips() - 1) * strip_columns_, dtype),
+      panels_(one_product.value_or(PackedForm{.bytes = (strips() - 1) * strip_.bytes() + last_strip_.bytes(),
+                                              .panel_rows = strip_columns_,
+                                              .panel_bytes = strip_.bytes()})) {}
+
+WideStrip MatrixForm::StripAt(int64_t strip, void* elements) const {
+  return (strip == strips() - 1 ? last_strip_ : strip_)
+      .At(static_cast<std::byte*>(elements) + strip * panels_.panel_bytes);
 }
 
-WideMatrix MatrixForm::StripAt(int64_t strip, void* elements) const {
-  return {strip == strips() - 1 ? last_layout_ : layout_, dtype_,
-          static_cast<std::byte*>(elements) + strip * panels_.panel_bytes};
-}
-
-WideMatrix::Columns MatrixForm::PanelAt(int64_t panel, void* elements) const {
+WideStrip MatrixForm::PanelAt(int64_t panel, void* elements) const {
   const int64_t begin = panel * kPanelFeatures, strip = begin / strip_columns_;
   const int64_t columns = std::min(kPanelFeatures, out_features_ - begin);
-  return StripAt(strip, elements).ColumnsFrom(begin - strip * strip_columns_, columns);
+  WideStrip blocks = StripAt(strip, elements);
+  for (WideBlock& block : blocks) block = block.ColumnsFrom(begin - strip * strip_columns_, columns);
+  return blocks;
 }
 
 PackedMatrix::PackedMatrix(int64_t in_features, int64_t out_features, const MatrixForm& form,

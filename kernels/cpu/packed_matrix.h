@@ -10,10 +10,14 @@
 // Each panel's bytes are in one piece. On AVX-512 oneDNN's own blocked layout has them so, and all panels are
 // one product. Elsewhere oneDNN wants rows as long as the matrix is wide; each panel is then a matrix of
 // its own, which stays in the cache while one tile of tokens after the other is multiplied with it.
+//
+// AMX multiplies so fast that a panel has to be in the second-level cache, with its tokens and its sums: each
+// is cut into blocks of up to 512 input features, matrices of their own, whose products are added in f32.
 #ifndef MESHFILL_KERNELS_CPU_PACKED_MATRIX_H_
 #define MESHFILL_KERNELS_CPU_PACKED_MATRIX_H_
 
 #include <memory>
+#include <optional>
 #include <span>
 #include <utility>
 #include <vector>
@@ -33,53 +37,70 @@ inline constexpr int64_t kPanelFeatures = 512;
 DType MultiplyDType(DType compute_dtype);
 
 // Elements in the layout and the dtype of the multiplication. A view.
-struct WideMatrix {
+struct WideBlock {
   dnnl::memory::desc layout;  // [in_features, columns]
   DType dtype;                // MultiplyDType(compute dtype)
+  int64_t first_in;           // the first of its input features in the weight
   void* elements;             // not const, as oneDNN's handles are not, though it reads only
 
   int64_t in_features() const { return layout.dims()[0]; }
   int64_t columns() const { return layout.dims()[1]; }
 
-  // Columns [begin, begin + columns): their layout, and their first element. `begin` is a multiple of
-  // kPanelFeatures; `columns` is too, or reaches the last column.
-  struct Columns {
-    dnnl::memory::desc layout;
-    void* elements;
-  };
-  Columns ColumnsFrom(int64_t begin, int64_t columns) const;
+  // Columns [begin, begin + columns). `begin` is a multiple of kPanelFeatures; `columns` is too, or reaches
+  // the last column.
+  WideBlock ColumnsFrom(int64_t begin, int64_t columns) const;
 };
 
-// The layout that oneDNN prefers for a matrix of this size. Throws dnnl::error where the machine multiplies
-// no such dtype.
-dnnl::memory::desc PreferredLayout(int64_t in_features, int64_t out_features, DType dtype);
+// Some columns of a weight, with all their input features: blocks, first to last. Views.
+using WideStrip = std::vector<WideBlock>;
+
+// Whether a strip of so many input features has several blocks, whose products are added.
+bool AddsBlocks(int64_t in_features, DType dtype);
+
+// How a strip of this size lies in memory.
+class StripForm {
+ public:
+  // `dtype` is that of the multiplication. Throws dnnl::error where the machine multiplies no such dtype.
+  StripForm(int64_t in_features, int64_t columns, DType dtype);
+
+  int64_t bytes() const { return bytes_; }
+  WideStrip At(void* elements) const;  // the strip whose bytes begin there
+
+ private:
+  WideStrip blocks_;              // as if its bytes began at null
+  std::vector<int64_t> offsets_;  // bytes before each block
+  int64_t bytes_ = 0;
+};
 
 // How a whole matrix of this size lies in memory.
 class MatrixForm {
  public:
-  // `dtype` is that of the multiplication. Throws as PreferredLayout does.
+  // Throws as StripForm does.
   MatrixForm(int64_t in_features, int64_t out_features, DType dtype);
 
   int64_t strip_columns() const { return strip_columns_; }  // columns of a product, a whole number of panels
   int64_t strips() const { return (out_features_ + strip_columns_ - 1) / strip_columns_; }
   PackedForm panels() const { return panels_; }
-  WideMatrix StripAt(int64_t strip, void* elements) const;  // of the matrix whose bytes begin there
+  WideStrip StripAt(int64_t strip, void* elements) const;  // of the matrix whose bytes begin there
   // Columns of panel `panel` of that matrix.
-  WideMatrix::Columns PanelAt(int64_t panel, void* elements) const;
+  WideStrip PanelAt(int64_t panel, void* elements) const;
 
  private:
-  const int64_t in_features_, out_features_;
-  const DType dtype_;
-  dnnl::memory::desc layout_, last_layout_;  // of each strip but the last, and of that
-  int64_t strip_columns_;
-  PackedForm panels_;
+  // `one_product`: the form, where all columns are one product.
+  MatrixForm(int64_t in_features, int64_t out_features, DType dtype,
+             const std::optional<PackedForm>& one_product);
+
+  const int64_t out_features_;
+  const int64_t strip_columns_;
+  const StripForm strip_, last_strip_;  // each strip but the last, and that
+  const PackedForm panels_;
 };
 
 // A weight of this device, of either kind.
 class CpuWeight : public PackedWeight {
  public:
   // Its strips (MatrixForm), first to last; none: its elements are narrow (narrow_matrix.h).
-  virtual std::span<const WideMatrix> wide() const = 0;
+  virtual std::span<const WideStrip> wide() const = 0;
   bool has_bias() const { return !bias_.empty(); }
   float* bias(int64_t column) const { return const_cast<float*>(bias_.data()) + column; }
 
@@ -101,11 +122,11 @@ class PackedMatrix final : public CpuWeight {
   PackedMatrix(int64_t in_features, int64_t out_features, const MatrixForm& form, BufferRef elements,
                std::vector<float> bias);
 
-  std::span<const WideMatrix> wide() const override { return strips_; }
+  std::span<const WideStrip> wide() const override { return strips_; }
 
  private:
   const BufferRef elements_;
-  std::vector<WideMatrix> strips_;
+  std::vector<WideStrip> strips_;
 };
 
 // Stacks the rows, none of them of FP8 or MXFP4, rounds them to `compute_dtype` and packs them, panel by
