@@ -62,6 +62,7 @@ struct PackedForm {
   int64_t bytes = 0;
   int64_t panel_rows = 0;   // rows of each panel but the last
   int64_t panel_bytes = 0;  // bytes of each panel but the last
+  uint64_t layout = 0;      // a hash, the same where devices lay the elements out alike
 
   int64_t panels() const { return (bytes + panel_bytes - 1) / panel_bytes; }
   int64_t ByteOf(int64_t panel) const { return panel < panels() ? panel * panel_bytes : bytes; }

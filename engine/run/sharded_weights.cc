@@ -9,6 +9,7 @@
 #include "absl/strings/str_cat.h"
 #include "engine/model/streamed_weights.h"
 #include "kernels/return_if_error.h"
+#include "kernels/word_hash.h"
 
 namespace meshfill {
 
@@ -235,6 +236,19 @@ std::shared_ptr<ShardedWeights::Share> ShardedWeights::ShareOf(const WeightShare
 void ShardedWeights::DropUnused() {
   const MutexLock lock(mu_);
   if (share_.use_count() == 1) share_ = nullptr;  // nobody else can take it meanwhile
+}
+
+uint64_t ShardedWeights::layout() const {
+  WordHash hash;
+  for (const WeightImage& image : images_) {
+    for (const WeightImage::Matrix& matrix : image.matrices) {
+      for (const auto word : {static_cast<uint64_t>(matrix.begin), static_cast<uint64_t>(matrix.form.bytes),
+                              static_cast<uint64_t>(matrix.form.panel_bytes), matrix.form.layout}) {
+        hash.Add(word);
+      }
+    }
+  }
+  return hash.Finish();
 }
 
 std::unique_ptr<WeightFeed> ShardedWeights::Open(Gathering gathering, int readers, const StopToken* stop) {

@@ -41,6 +41,8 @@ class ShardedWeights {
   ~ShardedWeights();
 
   int parts() const { return static_cast<int>(images_.size()); }
+  // A hash of how the packed bytes lie: workers share weights with those of the same.
+  uint64_t layout() const;
   // Begins to gather for so many readers, which read the LM head where the gathering says so. The share stays
   // in memory, until another is asked for and no run has this one any more.
   std::unique_ptr<WeightFeed> Open(Gathering gathering, int readers, const StopToken* stop);

@@ -13,6 +13,7 @@
 #include "kernels/cpu/host_memory.h"
 #include "kernels/cpu/layer_ops.h"
 #include "kernels/return_if_error.h"
+#include "kernels/word_hash.h"
 
 namespace meshfill {
 namespace {
@@ -156,6 +157,27 @@ absl::Status PackInto(const MatrixForm& form, void* elements, std::span<const We
   return absl::OkStatus();
 }
 
+// A hash of how the elements of a matrix lie that has such strips.
+uint64_t LayoutHash(const StripForm& strip, const StripForm& last_strip) {
+  WordHash hash;
+  for (const StripForm* form : {&strip, &last_strip}) {
+    for (const WideBlock& block : form->At(nullptr)) {
+      const dnnl_memory_desc_t& layout = block.layout.data;
+      const dnnl_blocking_desc_t& blocking = layout.format_desc.blocking;
+      hash.Add(static_cast<uint64_t>(layout.data_type));
+      for (int dimension = 0; dimension < layout.ndims; ++dimension) {
+        hash.Add(static_cast<uint64_t>(layout.padded_dims[dimension]));
+        hash.Add(static_cast<uint64_t>(blocking.strides[dimension]));
+      }
+      for (int inner = 0; inner < blocking.inner_nblks; ++inner) {
+        hash.Add(static_cast<uint64_t>(blocking.inner_blks[inner]));
+        hash.Add(static_cast<uint64_t>(blocking.inner_idxs[inner]));
+      }
+    }
+  }
+  return hash.Finish();
+}
+
 // The form of a matrix in oneDNN's layout, if it is multiplied as a whole: one panel lies after the other.
 std::optional<PackedForm> OneProduct(int64_t in_features, int64_t out_features, DType dtype) {
   if (AddsBlocks(in_features, dtype)) return std::nullopt;
@@ -251,7 +273,9 @@ MatrixForm::MatrixForm(int64_t in_features, int64_t out_features, DType dtype,
       last_strip_(in_features, out_features - (strips() - 1) * strip_columns_, dtype),
       panels_(one_product.value_or(PackedForm{.bytes = (strips() - 1) * strip_.bytes() + last_strip_.bytes(),
                                               .panel_rows = strip_columns_,
-                                              .panel_bytes = strip_.bytes()})) {}
+                                              .panel_bytes = strip_.bytes()})) {
+  panels_.layout = LayoutHash(strip_, last_strip_);
+}
 
 WideStrip MatrixForm::StripAt(int64_t strip, void* elements) const {
   return (strip == strips() - 1 ? last_strip_ : strip_)

@@ -78,7 +78,6 @@ class MatrixForm {
   // Throws as StripForm does.
   MatrixForm(int64_t in_features, int64_t out_features, DType dtype);
 
-  int64_t strip_columns() const { return strip_columns_; }  // columns of a product, a whole number of panels
   int64_t strips() const { return (out_features_ + strip_columns_ - 1) / strip_columns_; }
   PackedForm panels() const { return panels_; }
   WideStrip StripAt(int64_t strip, void* elements) const;  // of the matrix whose bytes begin there
@@ -91,9 +90,9 @@ class MatrixForm {
              const std::optional<PackedForm>& one_product);
 
   const int64_t out_features_;
-  const int64_t strip_columns_;
+  const int64_t strip_columns_;         // columns of a product, a whole number of panels
   const StripForm strip_, last_strip_;  // each strip but the last, and that
-  const PackedForm panels_;
+  PackedForm panels_;
 };
 
 // A weight of this device, of either kind.

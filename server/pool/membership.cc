@@ -203,6 +203,15 @@ absl::Status Membership::CheckOffer(const v1::Join& offer, uint64_t heard_epoch,
                                                       "; give all the same model.weights"));
   }
   for (const auto& [connection, worker] : workers_) {
+    if (!sharded || worker.offer.weight_layout() == offer.weight_layout()) continue;
+    retry = true;
+    return absl::FailedPreconditionError(
+        absl::StrCat("the worker packs weights for ", offer.backend(), ", those that are there for ",
+                     worker.offer.backend(),
+                     ", and the two cannot share them; set model.weights to streamed or resident, "
+                     "or give the pool machines of one kind"));
+  }
+  for (const auto& [connection, worker] : workers_) {
     if (worker.offer.data_plane() == offer.data_plane()) continue;
     retry = true;
     return absl::FailedPreconditionError(absl::StrCat(
@@ -366,7 +375,8 @@ PoolCapacity CapacityOf(const std::vector<const Membership::Worker*>& workers, c
     const PlanWeights to_share = FromProto(offer.shared_weights());
     shared_weights = MostOf(shared_weights, to_share);
     tightest_sharing = std::min(tightest_sharing, RankMemoryBytes(offer, to_share, workers.size()));
-    all_could_share = all_could_share && offer.has_shared_weights();
+    all_could_share = all_could_share && offer.has_shared_weights() &&
+                      offer.weight_layout() == workers.front()->offer.weight_layout();
     capacity.ranks += static_cast<int>(offer.ranks());
     capacity.kv_on_host = capacity.kv_on_host && offer.kv_on_host();
     capacity.many_messages = capacity.many_messages && offer.many_messages();

@@ -85,6 +85,8 @@ TEST_P(PackedPanelsTest, PutTogetherAreTheWholeWeight) {
     ASSERT_TRUE(form.ok()) << form.status();
     ASSERT_EQ(form->panels(), (out + kPanelFeatures - 1) / kPanelFeatures);
     EXPECT_EQ(form->ByteOf(form->panels()), form->bytes);
+    EXPECT_EQ(form->layout, packer->FormOf(out, in, {})->layout);
+    EXPECT_NE(form->layout, user->FormOf(out, in + 64, {})->layout);
     const auto bytes = PackInParts(*packer, stacked, in, *form, random, *user);
     ASSERT_TRUE(bytes.ok()) << bytes.status();
     std::vector<float> all_bias;

@@ -392,6 +392,7 @@ void RankHost::Describe(v1::Join& offer) const {
   if (pool_.capacity.shared_weights.has_value()) {
     *offer.mutable_shared_weights() = ToProto(*pool_.capacity.shared_weights);
   }
+  if (sharded_ != nullptr) offer.set_weight_layout(sharded_->layout());
 }
 
 void RankHost::Post(std::function<void()> work) {

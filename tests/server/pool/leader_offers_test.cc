@@ -46,6 +46,15 @@ TEST_F(LeaderTest, RunsShareWhatAllTheirWorkersCouldShareWhereThatIsFaster) {
   leader_.OnDisconnected(3, now_);
   EXPECT_EQ(shares(), 2);
   cancel();
+  v1::Join otherwise = StreamingOffer("c", 1 << 30);
+  otherwise.set_weight_layout(1);
+  ASSERT_EQ(Join(3, otherwise), "");  // what it packs is of no use to the others
+  EXPECT_FALSE(leader_.capacity().shared_weights.has_value());
+  EXPECT_EQ(shares(), 0);
+  cancel();
+  leader_.OnDisconnected(3, now_);
+  EXPECT_EQ(shares(), 2);
+  cancel();
   leader_.OnDisconnected(2, now_);
   v1::Join small = StreamingOffer("d", 1499);  // not even for its share
   ASSERT_EQ(Join(3, small), "");
@@ -56,6 +65,23 @@ TEST_F(LeaderTest, RunsShareWhatAllTheirWorkersCouldShareWhereThatIsFaster) {
   nonsense = SharingOffer("e");
   *nonsense.mutable_shared_weights() = nonsense.weights();
   EXPECT_NE(Join(5, nonsense).find("is not streamed"), std::string::npos);
+}
+
+TEST_F(LeaderTest, WorkersThatMustShareWeightsLayThemOutAlike) {
+  v1::Join one = SharingOffer("a"), other = SharingOffer("b");
+  one.set_backend("cpu/amx_bf16");
+  one.set_weight_layout(1);
+  other.set_backend("cpu/avx512_bf16");
+  other.set_weight_layout(2);
+  ASSERT_EQ(Join(1, one), "");
+  EXPECT_NE(Join(2, other).find("packs weights for cpu/avx512_bf16, those that are there for cpu/amx_bf16"),
+            std::string::npos);
+  EXPECT_TRUE(sent_[2].back().refused().retry()) << "the other may go";
+  one.set_name("c");
+  EXPECT_EQ(Join(3, one), "");
+  leader_.OnDisconnected(1, now_);
+  leader_.OnDisconnected(3, now_);
+  EXPECT_EQ(Join(4, other), "");
 }
 
 // Each worker of a run hears which share is its own, in the order of the seats, and from whom it gathers the
