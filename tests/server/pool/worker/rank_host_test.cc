@@ -175,6 +175,7 @@ void RankHostTest::TestSharing() {
     v1::Join offer;
     hosts[0]->Describe(offer);
     EXPECT_EQ(offer.weights().sharded(), shares);
+    EXPECT_EQ(offer.weight_layout() != 0, shares);
     EXPECT_GT(offer.weights().loaded_bytes(), 0u);
     if (shares) {
       EXPECT_GT(offer.weights().layer_bytes(), 0u);
@@ -250,6 +251,7 @@ TEST_F(RankHostTest, SharesWhatItWouldStreamWhereARunSaysSo) {
   hosts[0]->Describe(offer);
   EXPECT_TRUE(offer.weights().streamed());
   EXPECT_TRUE(offer.shared_weights().sharded());
+  EXPECT_NE(offer.weight_layout(), 0u);
   EXPECT_EQ(offer.weights().loaded_bytes(), 0u);
   EXPECT_GT(offer.shared_weights().loaded_bytes(), 0u);
   std::vector<float> expected;
