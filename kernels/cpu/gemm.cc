@@ -345,7 +345,6 @@ class CpuGemm::Impl {
     RETURN_IF_ERROR(Prepare(operands, pieces));
     RETURN_IF_ERROR(Reserve(pieces, operands));
     pool_.ParallelFor(std::ssize(pieces), [&](int64_t task, int worker) {
-      if (stop != nullptr && !stop->Proceed()) return;
       workers_[worker].status.Update(RunPiece(operands, pieces[task], stop, workers_[worker]));
     });
     for (Worker& worker : workers_) {
@@ -433,12 +432,15 @@ class CpuGemm::Impl {
   }
 
   absl::Status RunPiece(const Operands& operands, const Piece& piece, const StopToken* stop, Worker& worker) {
-    // oneDNN's handles are not const, yet it reads only.
-    void* const x = copies_x(operands, piece) ? CopyRows(operands, piece, worker)
-                                              : const_cast<std::byte*>(RowOfX(operands, piece, 0));
+    std::byte* x = nullptr;
     for (const Part& part : piece.parts) {
       if (stop != nullptr && !stop->Proceed()) break;
-      RETURN_IF_ERROR(RunPart(operands, piece, part, static_cast<std::byte*>(x), worker));
+      // oneDNN's handles are not const, yet it reads only.
+      if (x == nullptr) {
+        x = copies_x(operands, piece) ? CopyRows(operands, piece, worker)
+                                      : const_cast<std::byte*>(RowOfX(operands, piece, 0));
+      }
+      RETURN_IF_ERROR(RunPart(operands, piece, part, x, worker));
     }
     return absl::OkStatus();
   }
@@ -479,7 +481,7 @@ class CpuGemm::Impl {
   }
 
   // The piece's rows of x in multiply_dtype_, side by side for each block; those that fill it up are 0.
-  void* CopyRows(const Operands& operands, const Piece& piece, Worker& worker) const {
+  std::byte* CopyRows(const Operands& operands, const Piece& piece, Worker& worker) const {
     auto* to = worker.x->data<std::byte>();
     for (const WideBlock& block : *piece.parts.front().strip) {
       const int64_t features = block.in_features();
@@ -491,7 +493,7 @@ class CpuGemm::Impl {
       const size_t rest = (piece.padded_tokens - piece.tokens) * row_bytes;
       std::memset(std::exchange(to, to + rest), 0, rest);
     }
-    return worker.x->data();
+    return worker.x->data<std::byte>();
   }
 
   // Adds up the part's products.

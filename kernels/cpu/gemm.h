@@ -29,7 +29,7 @@ class CpuGemm {
   CpuGemm& operator=(const CpuGemm&) = delete;
 
   // Stream::Gemm, for weights of PackMatrix (packed_matrix.h). CANCELLED when `stop` (may be null) is raised;
-  // looked at per tile, where a pause begins, too.
+  // looked at for each part of a tile's columns, where a pause begins, too.
   absl::Status Run(const GemmArgs& args, const StopToken* stop);
   // Stream::ExpertGemm, likewise.
   absl::Status RunExperts(const ExpertGemmArgs& args, const StopToken* stop);
