@@ -94,10 +94,17 @@ struct Staging {
   absl::Status status;
 };
 
+// Unless they are small, in mappings of their own: each weight's would leave a hole in the heap, in front of
+// what stays of the weight.
+absl::StatusOr<BufferRef> AllocateRows(size_t size_bytes) {
+  constexpr size_t kSmallBytes = size_t{256} << 10, kMappedBytes = size_t{4} << 20;  // host_memory.cc's
+  return AllocateHostMemory(size_bytes < kSmallBytes ? size_bytes : std::max(size_bytes, kMappedBytes));
+}
+
 absl::StatusOr<Staging> AllocateStaging(int64_t panel_elements, DType compute_dtype, DType multiply_dtype) {
-  ASSIGN_OR_RETURN(BufferRef rounded, AllocateHostMemory(panel_elements * DTypeBytes(compute_dtype)));
+  ASSIGN_OR_RETURN(BufferRef rounded, AllocateRows(panel_elements * DTypeBytes(compute_dtype)));
   if (multiply_dtype == compute_dtype) return Staging{rounded, rounded, {}};
-  ASSIGN_OR_RETURN(BufferRef widened, AllocateHostMemory(panel_elements * DTypeBytes(multiply_dtype)));
+  ASSIGN_OR_RETURN(BufferRef widened, AllocateRows(panel_elements * DTypeBytes(multiply_dtype)));
   return Staging{std::move(rounded), std::move(widened), {}};
 }
 
