@@ -104,7 +104,7 @@ struct Piece {
 // The strips of one weight that are multiplied together, for the same tokens.
 struct Strips {
   std::span<const Strip> strips;
-  std::span<const WideStrip> wide;  // by strip
+  std::span<const WideStrip* const> wide;  // by strip
 
   const CpuWeight* weight() const { return strips.front().weight; }
   int64_t begin() const { return strips.front().begin; }
@@ -123,8 +123,8 @@ int64_t PaddedTokens(int64_t tokens) {
 
 // How a product is divided: into tiles of tokens, and each of those into groups of columns.
 struct Cut {
-  int64_t tiles = 1, groups = 1;
   int64_t tile_tokens = 0;  // with those that fill it up
+  int64_t groups = 1;
 };
 
 // The fastest for `threads` threads. A part of the columns takes as long as its tokens, and as reading its
@@ -144,7 +144,7 @@ Cut BestCut(int64_t tokens, int64_t parts, int threads, int64_t most_tile_tokens
       const auto of_group = static_cast<double>((parts + groups - 1) / groups);
       const double cost = rounds * (of_group * (rows + reading) + copying * rows);
       if (best.tile_tokens == 0 || cost < least) {
-        best = {tiles, groups, tile_tokens};
+        best = {tile_tokens, groups};
         least = cost;
       }
     }
@@ -161,7 +161,7 @@ std::vector<Part> PartsOf(const Strips& strips) {
     const int64_t most = one_token ? kPanelFeatures : strip.columns;
     for (int64_t column = 0; column < strip.columns; column += most) {
       const int64_t columns = std::min(most, strip.columns - column);
-      parts.push_back({&strips.wide[i], column, columns, strip.column + column});
+      parts.push_back({strips.wide[i], column, columns, strip.column + column});
     }
   }
   return parts;
@@ -177,7 +177,7 @@ int64_t LeastTileTokens(std::span<const Part> parts) {
 
 void CutProduct(const Strips& strips, bool amx, int threads, std::vector<Piece>& pieces) {
   const std::vector<Part> parts = PartsOf(strips);
-  auto [tiles, groups, tokens] =
+  auto [tokens, groups] =
       BestCut(strips.end() - strips.begin(), std::ssize(parts), threads, MostTileTokens(amx));
   if (amx) tokens = std::max(tokens, LeastTileTokens(parts));
   for (int64_t token = strips.begin(); token < strips.end(); token += tokens) {
@@ -276,7 +276,7 @@ class CpuGemm::Impl {
         if (strip.wide == nullptr) bytes += WidenedBytes(*strip.weight, strip.columns);
         if (count > 0 && bytes > kWidenedBytes) break;
       }
-      ASSIGN_OR_RETURN(const std::vector<WideStrip> wide, Widen(strips.first(count), stop));
+      ASSIGN_OR_RETURN(const std::vector<const WideStrip*> wide, Widen(strips.first(count), stop));
       std::vector<Piece> pieces;
       for (size_t first = 0, last = 0; first < count; first = last) {
         while (last < count && strips[last].weight == strips[first].weight) ++last;
@@ -290,21 +290,21 @@ class CpuGemm::Impl {
     return absl::OkStatus();
   }
 
-  // Each strip: the weight's own, or in `widened_`, where it is until the next call.
-  absl::StatusOr<std::vector<WideStrip>> Widen(std::span<const Strip> strips, const StopToken* stop) {
+  // Each strip: the weight's own, or of `widened_`, until the next call.
+  absl::StatusOr<std::vector<const WideStrip*>> Widen(std::span<const Strip> strips, const StopToken* stop) {
     struct Tile {
       size_t strip;
       const WideBlock* block;
       const NarrowMatrix::Places* places;
       int64_t tile;
     };
-    std::vector<WideStrip> wide(strips.size());
+    std::vector<const WideStrip*> wide(strips.size());
     std::vector<std::pair<size_t, StripForm>> forms;  // of strips that are narrow
     int64_t bytes = 0;
     KeepOneDnnSingleThreaded();
     for (size_t i = 0; i < strips.size(); ++i) {
       if (strips[i].wide != nullptr) {
-        wide[i] = *strips[i].wide;
+        wide[i] = strips[i].wide;
         continue;
       }
       try {
@@ -319,12 +319,13 @@ class CpuGemm::Impl {
       widened_ = nullptr;
       ASSIGN_OR_RETURN(widened_, AllocateHostMemory(bytes));
     }
+    widened_strips_.clear();
     std::deque<NarrowMatrix::Places> places;
     std::vector<Tile> tiles;
     auto* to = widened_->data<std::byte>();
     for (const auto& [i, form] : forms) {
-      wide[i] = form.At(std::exchange(to, to + form.bytes()));
-      for (const WideBlock& block : wide[i]) {
+      wide[i] = &widened_strips_.emplace_back(form.At(std::exchange(to, to + form.bytes())));
+      for (const WideBlock& block : *wide[i]) {
         places.push_back(NarrowMatrix::PlacesIn(block));
         for (int64_t tile = 0; tile * NarrowMatrix::kTileColumns < strips[i].columns; ++tile) {
           tiles.push_back({i, &block, &places.back(), tile});
@@ -365,7 +366,6 @@ class CpuGemm::Impl {
         const bool apart = piece.padded_tokens > 1 && !copies_y(operands, piece);
         for (Part& part : piece.parts) {
           for (const WideBlock& block : *part.strip) {
-            const WideBlock columns = block.ColumnsFrom(part.column, part.columns);
             const bool first = block.first_in == 0;
             const ProductKey key{.tokens = piece.padded_tokens,
                                  .in_features = block.in_features(),
@@ -376,10 +376,13 @@ class CpuGemm::Impl {
                                  .bias = piece.weight->has_bias() && first,
                                  .accumulate = operands.accumulate || !first};
             auto found = products_.find(key);
+            const auto columns = [&] { return block.ColumnsFrom(part.column, part.columns); };
             if (found == products_.end()) {
-              found = products_.emplace(key, Compile(key, multiply_dtype_, columns.layout)).first;
+              found = products_.emplace(key, Compile(key, multiply_dtype_, columns().layout)).first;
             }
-            part.addends.push_back({&found->second, columns.elements, block.first_in});
+            const bool whole = part.columns == block.columns();
+            part.addends.push_back(
+                {&found->second, whole ? block.elements : columns().elements, block.first_in});
           }
         }
       }
@@ -527,6 +530,7 @@ class CpuGemm::Impl {
   std::vector<Worker> workers_;
   std::map<ProductKey, Product> products_;
   BufferRef widened_;  // strips of narrow weights, in the layout of the multiplication
+  std::deque<WideStrip> widened_strips_;
 };
 
 CpuGemm::CpuGemm(DType dtype, ThreadPool& pool) : impl_(std::make_unique<Impl>(dtype, pool)) {}

@@ -41,7 +41,9 @@ void* MapHugeAligned(size_t size_bytes) {
   return data;
 }
 
-absl::StatusOr<BufferRef> MapLarge(size_t size_bytes) {
+}  // namespace
+
+absl::StatusOr<BufferRef> MapHostMemory(size_t size_bytes) {
   constexpr size_t kPageBytes = 4096;
   if (size_bytes > std::numeric_limits<size_t>::max() - kPageBytes) return OutOfMemory(size_bytes);
   const size_t mapped_bytes = RoundUp(size_bytes, kPageBytes);
@@ -51,10 +53,8 @@ absl::StatusOr<BufferRef> MapLarge(size_t size_bytes) {
                                   [mapped_bytes](void* mapped, size_t) { munmap(mapped, mapped_bytes); });
 }
 
-}  // namespace
-
 absl::StatusOr<BufferRef> AllocateHostMemory(size_t size_bytes) {
-  if (size_bytes >= kMappedBytes) return MapLarge(size_bytes);
+  if (size_bytes >= kMappedBytes) return MapHostMemory(size_bytes);
   if (size_bytes == 0) return std::make_shared<Buffer>(nullptr, 0, [](void*, size_t) {});
   void* data = std::aligned_alloc(kHostAlignmentBytes, RoundUp(size_bytes, kHostAlignmentBytes));
   if (data == nullptr) return OutOfMemory(size_bytes);

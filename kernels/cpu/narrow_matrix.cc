@@ -290,7 +290,7 @@ absl::Status NarrowMatrix::PackTile(std::span<const WeightRows> rows, int64_t in
 }
 
 NarrowMatrix::Places NarrowMatrix::PlacesIn(const WideBlock& to) {
-  return {.in = PlacesAlong(to.layout.data, 0), .out = PlacesAlong(to.layout.data, 1)};
+  return {.in = PlacesAlong(to.layout->data, 0), .out = PlacesAlong(to.layout->data, 1)};
 }
 
 void NarrowMatrix::WidenTile(int64_t column, int64_t tile, const Places& places, const WideBlock& to) const {

@@ -26,9 +26,9 @@ constexpr int64_t kTypicalTokens = 128;
 // The most input features of a block that is added to others.
 constexpr int64_t kBlockFeatures = 512;
 
-// The layout that oneDNN prefers for a matrix of this size, which takes it long to say. Throws as StripForm
-// does.
-memory::desc PreferredLayout(int64_t in_features, int64_t out_features, DType dtype) {
+// The layout that oneDNN prefers for a matrix of this size, which takes it long to say; it stays where it is.
+// Throws as StripForm does.
+const memory::desc& PreferredLayout(int64_t in_features, int64_t out_features, DType dtype) {
   static absl::Mutex mutex;
   static auto& layouts = *new std::map<std::tuple<int64_t, int64_t, DType>, memory::desc>;
   const absl::MutexLock lock(&mutex);
@@ -97,8 +97,8 @@ struct Staging {
 // Unless they are small, in mappings of their own: each weight's would leave a hole in the heap, in front of
 // what stays of the weight.
 absl::StatusOr<BufferRef> AllocateRows(size_t size_bytes) {
-  constexpr size_t kSmallBytes = size_t{256} << 10, kMappedBytes = size_t{4} << 20;  // host_memory.cc's
-  return AllocateHostMemory(size_bytes < kSmallBytes ? size_bytes : std::max(size_bytes, kMappedBytes));
+  constexpr size_t kSmallBytes = size_t{256} << 10;
+  return size_bytes < kSmallBytes ? AllocateHostMemory(size_bytes) : MapHostMemory(size_bytes);
 }
 
 absl::StatusOr<Staging> AllocateStaging(int64_t panel_elements, DType compute_dtype, DType multiply_dtype) {
@@ -108,15 +108,17 @@ absl::StatusOr<Staging> AllocateStaging(int64_t panel_elements, DType compute_dt
   return Staging{std::move(rounded), std::move(widened), {}};
 }
 
-absl::Status Reorder(const Staging& staging, int64_t in_features, DType dtype, const WideStrip& panel) {
+absl::Status Reorder(const Staging& staging, int64_t in_features, DType dtype,
+                     const MatrixForm::Panel& panel) {
   KeepOneDnnSingleThreaded();
   try {
     dnnl::stream stream(CpuEngine());
-    for (const WideBlock& block : panel) {
-      const memory::desc rows({block.in_features(), block.columns()}, OneDnnType(dtype),
+    for (const WideBlock& block : panel.strip) {
+      const WideBlock::Columns columns = block.ColumnsFrom(panel.column, panel.columns);
+      const memory::desc rows({block.in_features(), panel.columns}, OneDnnType(dtype),
                               memory::dims{1, in_features});
       memory from(rows, CpuEngine(), staging.widened->data<std::byte>() + block.first_in * DTypeBytes(dtype));
-      memory to(block.layout, CpuEngine(), block.elements);
+      memory to(columns.layout, CpuEngine(), columns.elements);
       dnnl::reorder(from, to).execute(stream, from, to);
     }
     return absl::OkStatus();
@@ -169,7 +171,7 @@ uint64_t LayoutHash(const StripForm& strip, const StripForm& last_strip) {
   WordHash hash;
   for (const StripForm* form : {&strip, &last_strip}) {
     for (const WideBlock& block : form->At(nullptr)) {
-      const dnnl_memory_desc_t& layout = block.layout.data;
+      const dnnl_memory_desc_t& layout = block.layout->data;
       const dnnl_blocking_desc_t& blocking = layout.format_desc.blocking;
       hash.Add(static_cast<uint64_t>(layout.data_type));
       for (int dimension = 0; dimension < layout.ndims; ++dimension) {
@@ -188,7 +190,7 @@ uint64_t LayoutHash(const StripForm& strip, const StripForm& last_strip) {
 // The form of a matrix in oneDNN's layout, if it is multiplied as a whole: one panel lies after the other.
 std::optional<PackedForm> OneProduct(int64_t in_features, int64_t out_features, DType dtype) {
   if (AddsBlocks(in_features, dtype)) return std::nullopt;
-  const memory::desc layout = PreferredLayout(in_features, out_features, dtype);
+  const memory::desc& layout = PreferredLayout(in_features, out_features, dtype);
   const auto bytes = static_cast<int64_t>(layout.get_size());
   if (out_features <= kPanelFeatures) return PackedForm{bytes, out_features, bytes};
   const auto width = static_cast<int64_t>(memory::data_type_size(layout.data_type()));
@@ -242,19 +244,19 @@ bool AddsBlocks(int64_t in_features, DType dtype) {
   return dtype == DType::kBf16 && in_features > kBlockFeatures && OneDnnUsesTiles();
 }
 
-WideBlock WideBlock::ColumnsFrom(int64_t begin, int64_t columns) const {
-  memory::desc part = layout.submemory_desc({in_features(), columns}, {0, begin});
+WideBlock::Columns WideBlock::ColumnsFrom(int64_t begin, int64_t columns) const {
+  memory::desc part = layout->submemory_desc({in_features(), columns}, {0, begin});
   // The offset goes into the pointer, since the fast matmul takes none in the layout.
   const int64_t offset = std::exchange(part.data.offset0, 0);
-  return {part, dtype, first_in, static_cast<std::byte*>(elements) + offset * DTypeBytes(dtype)};
+  return {part, static_cast<std::byte*>(elements) + offset * DTypeBytes(dtype)};
 }
 
 StripForm::StripForm(int64_t in_features, int64_t columns, DType dtype) {
   constexpr int64_t kCacheLine = 64;
   const int64_t features = BlockFeatures(in_features, dtype);
   for (int64_t in = 0; in < in_features; in += features) {
-    const memory::desc layout = PreferredLayout(std::min(features, in_features - in), columns, dtype);
-    blocks_.push_back({layout, dtype, in, nullptr});
+    const memory::desc& layout = PreferredLayout(std::min(features, in_features - in), columns, dtype);
+    blocks_.push_back({&layout, dtype, in, nullptr});
     offsets_.push_back(bytes_);
     const auto bytes = static_cast<int64_t>(layout.get_size());
     bytes_ += (bytes + kCacheLine - 1) / kCacheLine * kCacheLine;
@@ -289,12 +291,11 @@ WideStrip MatrixForm::StripAt(int64_t strip, void* elements) const {
       .At(static_cast<std::byte*>(elements) + strip * panels_.panel_bytes);
 }
 
-WideStrip MatrixForm::PanelAt(int64_t panel, void* elements) const {
+MatrixForm::Panel MatrixForm::PanelAt(int64_t panel, void* elements) const {
   const int64_t begin = panel * kPanelFeatures, strip = begin / strip_columns_;
-  const int64_t columns = std::min(kPanelFeatures, out_features_ - begin);
-  WideStrip blocks = StripAt(strip, elements);
-  for (WideBlock& block : blocks) block = block.ColumnsFrom(begin - strip * strip_columns_, columns);
-  return blocks;
+  return {.strip = StripAt(strip, elements),
+          .column = begin - strip * strip_columns_,
+          .columns = std::min(kPanelFeatures, out_features_ - begin)};
 }
 
 PackedMatrix::PackedMatrix(int64_t in_features, int64_t out_features, const MatrixForm& form,

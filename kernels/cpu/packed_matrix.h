@@ -38,17 +38,21 @@ DType MultiplyDType(DType compute_dtype);
 
 // Elements in the layout and the dtype of the multiplication. A view.
 struct WideBlock {
-  dnnl::memory::desc layout;  // [in_features, columns]
-  DType dtype;                // MultiplyDType(compute dtype)
-  int64_t first_in;           // the first of its input features in the weight
-  void* elements;             // not const, as oneDNN's handles are not, though it reads only
+  const dnnl::memory::desc* layout;  // [in_features, columns]; the process's, as large as many blocks
+  DType dtype;                       // MultiplyDType(compute dtype)
+  int64_t first_in;                  // the first of its input features in the weight
+  void* elements;                    // not const, as oneDNN's handles are not, though it reads only
 
-  int64_t in_features() const { return layout.dims()[0]; }
-  int64_t columns() const { return layout.dims()[1]; }
+  int64_t in_features() const { return layout->data.dims[0]; }
+  int64_t columns() const { return layout->data.dims[1]; }
 
-  // Columns [begin, begin + columns). `begin` is a multiple of kPanelFeatures; `columns` is too, or reaches
-  // the last column.
-  WideBlock ColumnsFrom(int64_t begin, int64_t columns) const;
+  // Columns [begin, begin + columns): their layout, and their first element. `begin` is a multiple of
+  // kPanelFeatures; `columns` is too, or reaches the last column.
+  struct Columns {
+    dnnl::memory::desc layout;
+    void* elements;
+  };
+  Columns ColumnsFrom(int64_t begin, int64_t columns) const;
 };
 
 // Some columns of a weight, with all their input features: blocks, first to last. Views.
@@ -81,8 +85,12 @@ class MatrixForm {
   int64_t strips() const { return (out_features_ + strip_columns_ - 1) / strip_columns_; }
   PackedForm panels() const { return panels_; }
   WideStrip StripAt(int64_t strip, void* elements) const;  // of the matrix whose bytes begin there
-  // Columns of panel `panel` of that matrix.
-  WideStrip PanelAt(int64_t panel, void* elements) const;
+  // A panel of that matrix: which columns of which strip.
+  struct Panel {
+    WideStrip strip;
+    int64_t column, columns;
+  };
+  Panel PanelAt(int64_t panel, void* elements) const;
 
  private:
   // `one_product`: the form, where all columns are one product.

@@ -6,6 +6,8 @@
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
+#include <fstream>
+#include <memory>
 #include <thread>
 #include <tuple>
 #include <vector>
@@ -566,6 +568,30 @@ TEST_P(GemmTest, TheSourcesMayGoAfterPacking) {
                nullptr)
           .ok());
   for (int i = 0; i < 8; ++i) EXPECT_EQ(y.At(i), 8.5f);
+}
+
+int64_t ResidentBytes() {
+  int64_t size = 0, resident = 0;
+  std::ifstream("/proc/self/statm") >> size >> resident;
+  return resident * 4096;
+}
+
+// What packing needs meanwhile goes, also in front of what stays.
+TEST_P(GemmTest, PackingLeavesNoHolesInTheHeap) {
+  ThreadPool pool(1);
+  constexpr int64_t kIn = 2048, kOut = 1536, kWeights = 24;
+  const Tensor values(DType::kBf16, kIn * kOut);
+  const WeightRows rows{.data = values.data(), .dtype = DType::kBf16, .rows = kOut};
+  std::vector<std::unique_ptr<PackedMatrix>> weights;
+  const int64_t before = ResidentBytes();
+  int64_t bytes = 0;
+  for (int i = 0; i < kWeights; ++i) {
+    auto weight = PackMatrix({&rows, 1}, kIn, GetParam(), pool);
+    ASSERT_TRUE(weight.ok()) << weight.status();
+    weights.push_back(*std::move(weight));
+    bytes += PackedFormOf(kIn, kOut, GetParam())->bytes;
+  }
+  EXPECT_LT(ResidentBytes() - before, bytes + bytes / 8);
 }
 
 // Ranks of one process share their weights, and multiply at the same time.
