@@ -233,15 +233,23 @@ class PoolTest(PoolTestCase):
         victim.signal(signal.SIGCONT)  # it comes back by itself
         self.leader.wait_for('worker "c" joined', count=2)
 
-    def begun_one_after_the_other(self, **tokens):
-        """Prompts by id, each at most half as long as the one before; each is begun once the one before computes."""
+    def begun_one_after_the_other(self, workers, **tokens):
+        """Prompts by id, each at most half as long as the one before; each comes once the one before computes.
+
+        The workers stand still while a client starts, or a busy machine would end the prompt before it meanwhile.
+        """
         running = {}
         for name, count in tokens.items():
             prompt = self.tmp / f"{name}.bytes"
             prompt.write_bytes(self.long_prompt.read_bytes()[:count])
+            self.wait_until(lambda: not running or self.phases().get([*running][-1]) == "running")
+            for worker in workers:
+                worker.signal(signal.SIGSTOP)
             running[name] = self.prefill_later(prompt, "--format", "bytes", "--request-id", name, "--logits-out",
                                                self.tmp / f"{name}.logits")
-            self.wait_until(lambda: self.phases().get(name) == "running")  # noqa: B023
+            self.wait_until(lambda: name in self.phases())  # noqa: B023
+            for worker in workers:
+                worker.signal(signal.SIGCONT)
         return running
 
     def check_calm(self, name, result):
@@ -253,9 +261,8 @@ class PoolTest(PoolTestCase):
         self.assertEqual(calm.read_bytes(), (self.tmp / f"{name}.logits").read_bytes())
 
     def test_long_prompts_give_way_to_shorter_ones(self):
-        self.workers("a", "b")
-        running = self.begun_one_after_the_other(long=24_000, middle=10_000)
-        self.assertEqual(self.phases(), {"middle": "running", "long": "paused"})
+        running = self.begun_one_after_the_other(self.workers("a", "b"), long=28_000, middle=14_000)
+        self.wait_until(lambda: self.phases() == {"middle": "running", "long": "paused"})
         for _ in range(3):
             short = self.prefill(self.prompt, "--logits-out", self.tmp / "short.logits")
             self.assertIsNone(running["long"].poll())
@@ -273,11 +280,19 @@ class PoolTest(PoolTestCase):
         self.assertEqual(self.metric("meshfill_requests_retried_total"), 0)
 
     def test_a_worker_dies_while_three_prefills_live(self):
-        workers = self.workers("a", "b", "c")
-        running = self.begun_one_after_the_other(long=28_000, middle=14_000, small=7_000)
-        self.assertEqual(self.phases(), {"small": "running", "middle": "paused", "long": "paused"})
-        workers[1].signal(signal.SIGKILL)
+        struck = []  # what the leader had then
+
+        def watch(_):
+            phases = {} if struck else self.phases()
+            if phases.get("small") == "running":
+                struck.append(phases)
+                victim.signal(signal.SIGKILL)
+
+        victim = self.worker_behind(watch, "b")
+        victim.wait_for("joined the pool")
+        running = self.begun_one_after_the_other([victim, *self.workers("a", "c")], long=28_000, middle=14_000, small=7_000)
         results = {name: self.answer_of(each) for name, each in running.items()}
+        self.assertEqual(struck[0], {"small": "running", "middle": "paused", "long": "paused"})
         self.assertEqual(self.metric("meshfill_worker_losses_total"), 1)
         self.assertEqual(self.metric("meshfill_requests_retried_total"), 3)
         for name, result in results.items():
@@ -288,8 +303,8 @@ class PoolTest(PoolTestCase):
         self.assertEqual(self.logged("attempts=2"), 3)
 
     def test_cancelled_while_it_stands_still(self):
-        self.workers("a", "b")
-        running = self.begun_one_after_the_other(long=24_000, middle=10_000)
+        running = self.begun_one_after_the_other(self.workers("a", "b"), long=28_000, middle=14_000)
+        self.wait_until(lambda: self.phases() == {"middle": "running", "long": "paused"})
         running["long"].send_signal(signal.SIGINT)
         self.wait_until(lambda: "long" not in self.phases())
         out, error = running["long"].communicate(timeout=TIMEOUT_SECONDS)
