@@ -1,4 +1,4 @@
-#include "kernels/cpu/attention_bench.h"
+#include "kernels/cpu/bench/attention_bench.h"
 
 #include <gtest/gtest.h>
 

@@ -1,4 +1,4 @@
-#include "kernels/cpu/gemm_bench.h"
+#include "kernels/cpu/bench/gemm_bench.h"
 
 #include <gtest/gtest.h>
 

@@ -12,9 +12,9 @@
 #include "engine/devices/free_memory.h"
 #include "engine/speed/pool_profile.h"
 #include "engine/speed/pool_speed.h"
-#include "kernels/cpu/attention_bench.h"
+#include "kernels/cpu/bench/attention_bench.h"
+#include "kernels/cpu/bench/gemm_bench.h"
 #include "kernels/cpu/cpu_device.h"
-#include "kernels/cpu/gemm_bench.h"
 #include "kernels/peak.h"
 
 namespace meshfill {

@@ -1,6 +1,6 @@
 // A linear layer against the register loop: `meshfill bench gemm`.
-#ifndef MESHFILL_KERNELS_CPU_GEMM_BENCH_H_
-#define MESHFILL_KERNELS_CPU_GEMM_BENCH_H_
+#ifndef MESHFILL_KERNELS_CPU_BENCH_GEMM_BENCH_H_
+#define MESHFILL_KERNELS_CPU_BENCH_GEMM_BENCH_H_
 
 #include "absl/status/statusor.h"
 #include "kernels/kernel_bench.h"
@@ -14,4 +14,4 @@ absl::StatusOr<KernelBenchResult> BenchGemm(const GemmBenchOptions& options);
 
 }  // namespace meshfill
 
-#endif  // MESHFILL_KERNELS_CPU_GEMM_BENCH_H_
+#endif  // MESHFILL_KERNELS_CPU_BENCH_GEMM_BENCH_H_

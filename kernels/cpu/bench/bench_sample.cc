@@ -1,4 +1,4 @@
-#include "kernels/cpu/bench_sample.h"
+#include "kernels/cpu/bench/bench_sample.h"
 
 #include <algorithm>
 #include <chrono>

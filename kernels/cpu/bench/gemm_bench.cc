@@ -1,4 +1,4 @@
-#include "kernels/cpu/gemm_bench.h"
+#include "kernels/cpu/bench/gemm_bench.h"
 
 #include <memory>
 #include <random>
@@ -7,7 +7,7 @@
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "kernels/cpu/attention.h"
-#include "kernels/cpu/bench_sample.h"
+#include "kernels/cpu/bench/bench_sample.h"
 #include "kernels/cpu/cpu_device.h"
 #include "kernels/return_if_error.h"
 #include "kernels/stream.h"

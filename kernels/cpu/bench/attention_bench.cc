@@ -1,4 +1,4 @@
-#include "kernels/cpu/attention_bench.h"
+#include "kernels/cpu/bench/attention_bench.h"
 
 #include <cmath>
 #include <random>
@@ -7,7 +7,7 @@
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "kernels/cpu/attention.h"
-#include "kernels/cpu/bench_sample.h"
+#include "kernels/cpu/bench/bench_sample.h"
 #include "kernels/cpu/thread_pool.h"
 #include "kernels/return_if_error.h"
 #include "kernels/stream.h"

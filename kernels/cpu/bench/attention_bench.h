@@ -1,6 +1,6 @@
 // Causal attention of one block against the register loop: `meshfill bench attention`.
-#ifndef MESHFILL_KERNELS_CPU_ATTENTION_BENCH_H_
-#define MESHFILL_KERNELS_CPU_ATTENTION_BENCH_H_
+#ifndef MESHFILL_KERNELS_CPU_BENCH_ATTENTION_BENCH_H_
+#define MESHFILL_KERNELS_CPU_BENCH_ATTENTION_BENCH_H_
 
 #include "absl/status/statusor.h"
 #include "kernels/kernel_bench.h"
@@ -14,4 +14,4 @@ absl::StatusOr<KernelBenchResult> BenchAttention(const AttentionBenchOptions& op
 
 }  // namespace meshfill
 
-#endif  // MESHFILL_KERNELS_CPU_ATTENTION_BENCH_H_
+#endif  // MESHFILL_KERNELS_CPU_BENCH_ATTENTION_BENCH_H_

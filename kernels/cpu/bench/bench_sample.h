@@ -1,6 +1,6 @@
 // What the benchmarks of kernels share: their inputs, and how they are measured.
-#ifndef MESHFILL_KERNELS_CPU_BENCH_SAMPLE_H_
-#define MESHFILL_KERNELS_CPU_BENCH_SAMPLE_H_
+#ifndef MESHFILL_KERNELS_CPU_BENCH_BENCH_SAMPLE_H_
+#define MESHFILL_KERNELS_CPU_BENCH_BENCH_SAMPLE_H_
 
 #include <cstdint>
 #include <functional>
@@ -27,4 +27,4 @@ absl::StatusOr<KernelBenchResult> MeasureBesideRegisterLoop(const std::string& t
 
 }  // namespace meshfill
 
-#endif  // MESHFILL_KERNELS_CPU_BENCH_SAMPLE_H_
+#endif  // MESHFILL_KERNELS_CPU_BENCH_BENCH_SAMPLE_H_
