@@ -7,6 +7,7 @@
 #include <string>
 
 #include "kernels/cpu/gemm.h"
+#include "kernels/cpu/host_memory.h"
 #include "kernels/cpu/thread_pool.h"
 #include "kernels/host_stream.h"
 
@@ -56,6 +57,7 @@ class CpuStream final : public HostStream {
                      const std::function<void(int64_t, int64_t)>& body);
   bool Stopped() const { return stop_ != nullptr && stop_->stopped(); }
 
+  const SpareMappings spare_;  // the stream frees in one layer what it allocates in the next
   const DType dtype_;
   const StopToken* const stop_;
   const std::string attention_target_;

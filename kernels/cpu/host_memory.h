@@ -1,5 +1,8 @@
 // Host memory for buffers: aligned to cache lines; large blocks mapped on their own, in huge pages where they
 // fit.
+//
+// The system fills mappings with zeros, which takes as long as a layer takes to write them. While a run
+// computes, blocks of one layer are kept for the next.
 #ifndef MESHFILL_KERNELS_CPU_HOST_MEMORY_H_
 #define MESHFILL_KERNELS_CPU_HOST_MEMORY_H_
 
@@ -17,6 +20,19 @@ inline constexpr size_t kHostAlignmentBytes = 64;  // a cache line, and the wide
 absl::StatusOr<BufferRef> AllocateHostMemory(size_t size_bytes);
 // The same in a mapping of its own, apart from the heap, as AllocateHostMemory has large ones. Above 0.
 absl::StatusOr<BufferRef> MapHostMemory(size_t size_bytes);
+
+// While one lives, mappings that are freed, on any thread, stay for later ones. When any goes, what lies
+// spare goes back to the system. Used and spare, all take no more than were ever used at once since the first
+// came.
+class SpareMappings {
+ public:
+  SpareMappings();
+  ~SpareMappings();
+  SpareMappings(const SpareMappings&) = delete;
+  SpareMappings& operator=(const SpareMappings&) = delete;
+
+  static size_t spare_bytes();  // that lie spare now
+};
 
 }  // namespace meshfill
 
