@@ -46,9 +46,9 @@ class CpuDevice final : public Device {
 
   absl::StatusOr<std::unique_ptr<PackedWeight>> PackWeight(std::span<const WeightRows> rows,
                                                            int64_t in_features) override {
-    return WithPackers([&](ThreadPool& packers) -> absl::StatusOr<std::unique_ptr<PackedWeight>> {
+    return WithPackers([&](PackTeam& packers) -> absl::StatusOr<std::unique_ptr<PackedWeight>> {
       if (NarrowMatrix::Holds(rows.front().dtype)) {
-        return NarrowMatrix::Pack(rows, in_features, dtype_, packers);
+        return NarrowMatrix::Pack(rows, in_features, dtype_, packers.pool);
       }
       return PackMatrix(rows, in_features, dtype_, packers);
     });
@@ -61,9 +61,9 @@ class CpuDevice final : public Device {
   }
   absl::StatusOr<BufferRef> PackPanels(std::span<const WeightRows> rows, int64_t in_features, int64_t first,
                                        int64_t panels) override {
-    return WithPackers([&](ThreadPool& packers) {
+    return WithPackers([&](PackTeam& packers) {
       return NarrowMatrix::Holds(rows.front().dtype)
-                 ? NarrowMatrix::PackTiles(rows, in_features, first, panels, packers)
+                 ? NarrowMatrix::PackTiles(rows, in_features, first, panels, packers.pool)
                  : PackMatrixPanels(rows, in_features, dtype_, first, panels, packers);
     });
   }
@@ -90,8 +90,8 @@ class CpuDevice final : public Device {
   // Threads that pack one weight. Who packs while others do has threads of its own: theirs may wait for a
   // disk.
   template <typename Pack>
-  std::invoke_result_t<Pack, ThreadPool&> WithPackers(const Pack& pack) {
-    std::unique_ptr<ThreadPool> packers;
+  std::invoke_result_t<Pack, PackTeam&> WithPackers(const Pack& pack) {
+    std::unique_ptr<PackTeam> packers;
     {
       const MutexLock lock(mu_);
       if (!idle_packers_.empty()) {
@@ -100,7 +100,7 @@ class CpuDevice final : public Device {
       }
     }
     try {
-      if (packers == nullptr) packers = std::make_unique<ThreadPool>(threads_);
+      if (packers == nullptr) packers = std::make_unique<PackTeam>(threads_);
     } catch (const std::system_error& error) {
       return absl::ResourceExhaustedError(absl::StrCat("no thread could be started to pack a weight (",
                                                        error.what(),
@@ -135,7 +135,7 @@ class CpuDevice final : public Device {
   const int threads_;
   const int stream_threads_;
   Mutex mu_;
-  std::vector<std::unique_ptr<ThreadPool>> idle_packers_ ABSL_GUARDED_BY(mu_);
+  std::vector<std::unique_ptr<PackTeam>> idle_packers_ ABSL_GUARDED_BY(mu_);
   std::vector<std::unique_ptr<CpuTeam>> idle_ ABSL_GUARDED_BY(mu_);  // teams that no stream has
 };
 

@@ -295,7 +295,7 @@ class CpuGemm::Impl {
     struct Tile {
       size_t strip;
       const WideBlock* block;
-      const NarrowMatrix::Places* places;
+      const BlockPlaces* places;
       int64_t tile;
     };
     std::vector<const WideStrip*> wide(strips.size());
@@ -320,13 +320,13 @@ class CpuGemm::Impl {
       ASSIGN_OR_RETURN(widened_, AllocateHostMemory(bytes));
     }
     widened_strips_.clear();
-    std::deque<NarrowMatrix::Places> places;
+    std::deque<BlockPlaces> places;
     std::vector<Tile> tiles;
     auto* to = widened_->data<std::byte>();
     for (const auto& [i, form] : forms) {
       wide[i] = &widened_strips_.emplace_back(form.At(std::exchange(to, to + form.bytes())));
       for (const WideBlock& block : *wide[i]) {
-        places.push_back(NarrowMatrix::PlacesIn(block));
+        places.emplace_back(*block.layout);
         for (int64_t tile = 0; tile * NarrowMatrix::kTileColumns < strips[i].columns; ++tile) {
           tiles.push_back({i, &block, &places.back(), tile});
         }

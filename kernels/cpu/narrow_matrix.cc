@@ -155,34 +155,6 @@ HWY_EXPORT(ScaleRow);
 HWY_EXPORT(ScaleRowToBf16);
 HWY_EXPORT(ScalePairToBf16);
 
-// By index along one dimension of a blocked layout, how many elements lie between it and the first.
-std::vector<int64_t> PlacesAlong(const dnnl_memory_desc_t& layout, int dimension) {
-  const dnnl_blocking_desc_t& blocking = layout.format_desc.blocking;
-  std::vector<int64_t> places(layout.padded_dims[dimension]);
-  for (int64_t index = 0; index < std::ssize(places); ++index) {
-    int64_t rest = index, stride = 1;
-    for (int block = blocking.inner_nblks - 1; block >= 0; --block) {
-      const int64_t length = blocking.inner_blks[block];
-      if (blocking.inner_idxs[block] == dimension) {
-        places[index] += rest % length * stride;
-        rest /= length;
-      }
-      stride *= length;
-    }
-    places[index] += rest * blocking.strides[dimension];
-  }
-  return places;
-}
-
-// Whether the tile's places from `first` on are `step` apart.
-bool InSteps(std::span<const int64_t> places, int64_t first, int64_t step) {
-  if (first + NarrowMatrix::kTileColumns > std::ssize(places)) return false;
-  for (int64_t i = 0; i < NarrowMatrix::kTileColumns; ++i) {
-    if (places[first + i] != places[first] + i * step) return false;
-  }
-  return true;
-}
-
 }  // namespace
 
 NarrowMatrix::TileForm::TileForm(int64_t in_features, const ElementKind& kind)
@@ -289,11 +261,8 @@ absl::Status NarrowMatrix::PackTile(std::span<const WeightRows> rows, int64_t in
   return absl::OkStatus();
 }
 
-NarrowMatrix::Places NarrowMatrix::PlacesIn(const WideBlock& to) {
-  return {.in = PlacesAlong(to.layout->data, 0), .out = PlacesAlong(to.layout->data, 1)};
-}
-
-void NarrowMatrix::WidenTile(int64_t column, int64_t tile, const Places& places, const WideBlock& to) const {
+void NarrowMatrix::WidenTile(int64_t column, int64_t tile, const BlockPlaces& places,
+                             const WideBlock& to) const {
   static constexpr uint8_t kZeros[kTileColumns] = {};
   const int64_t source = column / kTileColumns + tile, first = tile * kTileColumns;
   const bool fp4 = form_.fp4();
@@ -319,7 +288,8 @@ void NarrowMatrix::WidenTile(int64_t column, int64_t tile, const Places& places,
   };
   const bool bf16 = to.dtype == DType::kBf16, round = compute_dtype_ == DType::kBf16;
   const auto at = [&](int64_t in, int64_t out) { return places.in[in] + places.out[out]; };
-  const bool contiguous = InSteps(places.out, first, 1), in_pairs = bf16 && InSteps(places.out, first, 2);
+  const bool contiguous = places.InSteps(first, kTileColumns, 1),
+             in_pairs = bf16 && places.InSteps(first, kTileColumns, 2);
   const int64_t rows = std::ssize(places.in),
                 columns = std::min(kTileColumns, std::ssize(places.out) - first);
   for (int64_t in = 0; in < rows; ++in) {

@@ -50,17 +50,10 @@ class NarrowMatrix final : public CpuWeight {
 
   std::span<const WideStrip> wide() const override { return {}; }
 
-  // Where the elements of a block of some columns lie. Layouts in blocks keep the two apart: element
-  // (in, out) is in[in] + out[out] elements from the first.
-  struct Places {
-    std::vector<int64_t> in;   // offset of each input feature, with those that fill up a block
-    std::vector<int64_t> out;  // offset of each output feature, with those that fill up a block
-  };
-  static Places PlacesIn(const WideBlock& to);
-
   // Writes the block's features of tile `tile` of the strip whose first column is `column`, a multiple of
-  // kTileColumns, with what fills up its layout. Elements are rounded to the compute dtype.
-  void WidenTile(int64_t column, int64_t tile, const Places& places, const WideBlock& to) const;
+  // kTileColumns, with what fills up its layout. `places` are the block's. Elements are rounded to the
+  // compute dtype.
+  void WidenTile(int64_t column, int64_t tile, const BlockPlaces& places, const WideBlock& to) const;
 
  private:
   // How a tile's bytes lie.

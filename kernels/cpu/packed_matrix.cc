@@ -86,47 +86,6 @@ absl::Status CopyRows(std::span<const WeightRows> sources, int64_t in_features, 
   return absl::OkStatus();
 }
 
-// One worker's rows on their way into the packed layout.
-struct Staging {
-  BufferRef rounded;  // [panel, in_features], compute dtype
-  BufferRef widened;  // the same in the dtype of the multiplication; `rounded` itself where that is the
-                      // compute dtype
-  absl::Status status;
-};
-
-// Unless they are small, in mappings of their own: each weight's would leave a hole in the heap, in front of
-// what stays of the weight.
-absl::StatusOr<BufferRef> AllocateRows(size_t size_bytes) {
-  constexpr size_t kSmallBytes = size_t{256} << 10;
-  return size_bytes < kSmallBytes ? AllocateHostMemory(size_bytes) : MapHostMemory(size_bytes);
-}
-
-absl::StatusOr<Staging> AllocateStaging(int64_t panel_elements, DType compute_dtype, DType multiply_dtype) {
-  ASSIGN_OR_RETURN(BufferRef rounded, AllocateRows(panel_elements * DTypeBytes(compute_dtype)));
-  if (multiply_dtype == compute_dtype) return Staging{rounded, rounded, {}};
-  ASSIGN_OR_RETURN(BufferRef widened, AllocateRows(panel_elements * DTypeBytes(multiply_dtype)));
-  return Staging{std::move(rounded), std::move(widened), {}};
-}
-
-absl::Status Reorder(const Staging& staging, int64_t in_features, DType dtype,
-                     const MatrixForm::Panel& panel) {
-  KeepOneDnnSingleThreaded();
-  try {
-    dnnl::stream stream(CpuEngine());
-    for (const WideBlock& block : panel.strip) {
-      const WideBlock::Columns columns = block.ColumnsFrom(panel.column, panel.columns);
-      const memory::desc rows({block.in_features(), panel.columns}, OneDnnType(dtype),
-                              memory::dims{1, in_features});
-      memory from(rows, CpuEngine(), staging.widened->data<std::byte>() + block.first_in * DTypeBytes(dtype));
-      memory to(columns.layout, CpuEngine(), columns.elements);
-      dnnl::reorder(from, to).execute(stream, from, to);
-    }
-    return absl::OkStatus();
-  } catch (const dnnl::error& error) {
-    return OneDnnError("packing a weight", error);
-  }
-}
-
 absl::StatusOr<MatrixForm> FormOf(int64_t in_features, int64_t out_features, DType compute_dtype) {
   const DType dtype = MultiplyDType(compute_dtype);
   try {
@@ -136,35 +95,75 @@ absl::StatusOr<MatrixForm> FormOf(int64_t in_features, int64_t out_features, DTy
   }
 }
 
-// Packs panels [first, first + panels) of the matrix whose bytes begin at `elements`.
-absl::Status PackInto(const MatrixForm& form, void* elements, std::span<const WeightRows> rows,
-                      int64_t in_features, DType compute_dtype, int64_t first, int64_t panels,
-                      ThreadPool& pool) {
-  const DType dtype = MultiplyDType(compute_dtype);
-  const int64_t out_features = RowsOf(rows);
-  std::vector<Staging> staging;
-  for (int worker = 0; worker < pool.threads(); ++worker) {
-    ASSIGN_OR_RETURN(auto allocated, AllocateStaging(std::min(kPanelFeatures, out_features) * in_features,
-                                                     compute_dtype, dtype));
-    staging.push_back(std::move(allocated));
-  }
-  pool.ParallelFor(panels, [&](int64_t panel, int worker) {
-    const int64_t begin = (first + panel) * kPanelFeatures;
-    const int64_t columns = std::min(kPanelFeatures, out_features - begin);
-    Staging& mine = staging[worker];
-    if (!mine.status.ok()) return;
-    mine.status = CopyRows(rows, in_features, begin, columns, compute_dtype, mine.rounded->data<std::byte>());
-    if (!mine.status.ok()) return;
-    if (mine.widened != mine.rounded) {
-      ConvertValues(mine.rounded->data(), compute_dtype, columns * in_features, dtype, mine.widened->data());
+// Packs the columns of one panel at a time, some rows of the weight after the other.
+class PanelPacker {
+ public:
+  PanelPacker(const MatrixForm& form, void* elements, std::span<const WeightRows> rows, int64_t in_features,
+              DType compute_dtype)
+      : form_(form),
+        elements_(elements),
+        rows_(rows),
+        in_features_(in_features),
+        compute_dtype_(compute_dtype),
+        dtype_(MultiplyDType(compute_dtype)) {}
+
+  // What lies in panels [first, first + panels), and all memory that is needed.
+  absl::Status Prepare(int64_t first, int64_t panels, PackTeam& team) {
+    for (const int64_t panel : {first, first + panels - 1}) {  // all but a last one lie alike
+      for (const WideBlock& block : form_.PanelAt(panel, elements_).strip) {
+        places_.try_emplace(block.layout, *block.layout);
+      }
     }
-    mine.status.Update(Reorder(mine, in_features, dtype, form.PanelAt(first + panel, elements)));
-  });
-  for (const Staging& worker : staging) {
-    if (!worker.status.ok()) return worker.status;
+    const int64_t bytes = team.pool.threads() * staged_bytes();
+    if (team.staging == nullptr || static_cast<int64_t>(team.staging->size_bytes()) < bytes) {
+      team.staging = nullptr;
+      ASSIGN_OR_RETURN(team.staging, AllocateHostMemory(bytes));
+    }
+    staging_ = team.staging->data<std::byte>();
+    return absl::OkStatus();
   }
-  return absl::OkStatus();
-}
+
+  // On the team's thread `worker`.
+  absl::Status Pack(int64_t index, int worker) const {
+    const MatrixForm::Panel panel = form_.PanelAt(index, elements_);
+    std::byte* const rounded = staging_ + worker * staged_bytes();
+    std::byte* const widened =
+        rounded + (widens() ? staged_rows() * in_features_ * DTypeBytes(compute_dtype_) : 0);
+    for (int64_t done = 0; done < panel.columns; done += staged_rows()) {
+      const int64_t columns = std::min(staged_rows(), panel.columns - done);
+      RETURN_IF_ERROR(
+          CopyRows(rows_, in_features_, index * kPanelFeatures + done, columns, compute_dtype_, rounded));
+      if (widens()) ConvertValues(rounded, compute_dtype_, columns * in_features_, dtype_, widened);
+      for (const WideBlock& block : panel.strip) {
+        PackColumns(widened, in_features_, panel.column + done, columns, places_.at(block.layout), block);
+      }
+    }
+    return absl::OkStatus();
+  }
+
+ private:
+  bool widens() const { return dtype_ != compute_dtype_; }
+  // Rows that are read at a time, and stay in the cache.
+  int64_t staged_rows() const {
+    constexpr int64_t kCachedBytes = 512 << 10;
+    const int64_t groups = kCachedBytes / (kGroupColumns * in_features_ * DTypeBytes(dtype_));
+    return std::clamp<int64_t>(groups * kGroupColumns, kGroupColumns, kPanelFeatures);
+  }
+  // For one worker: rows in the compute dtype, and where that is another in the dtype of the multiplication.
+  int64_t staged_bytes() const {
+    const int64_t elements = staged_rows() * in_features_;
+    const int64_t bytes = elements * (DTypeBytes(dtype_) + (widens() ? DTypeBytes(compute_dtype_) : 0));
+    return (bytes + kHostAlignmentBytes - 1) / kHostAlignmentBytes * kHostAlignmentBytes;
+  }
+
+  const MatrixForm& form_;
+  void* const elements_;  // of the whole matrix
+  const std::span<const WeightRows> rows_;
+  const int64_t in_features_;
+  const DType compute_dtype_, dtype_;
+  std::map<const memory::desc*, BlockPlaces> places_;  // by layout
+  std::byte* staging_ = nullptr;
+};
 
 // A hash of how the elements of a matrix lie that has such strips.
 uint64_t LayoutHash(const StripForm& strip, const StripForm& last_strip) {
@@ -244,13 +243,6 @@ bool AddsBlocks(int64_t in_features, DType dtype) {
   return dtype == DType::kBf16 && in_features > kBlockFeatures && OneDnnUsesTiles();
 }
 
-WideBlock::Columns WideBlock::ColumnsFrom(int64_t begin, int64_t columns) const {
-  memory::desc part = layout->submemory_desc({in_features(), columns}, {0, begin});
-  // The offset goes into the pointer, since the fast matmul takes none in the layout.
-  const int64_t offset = std::exchange(part.data.offset0, 0);
-  return {part, static_cast<std::byte*>(elements) + offset * DTypeBytes(dtype)};
-}
-
 StripForm::StripForm(int64_t in_features, int64_t columns, DType dtype) {
   constexpr int64_t kCacheLine = 64;
   const int64_t features = BlockFeatures(in_features, dtype);
@@ -308,11 +300,11 @@ PackedMatrix::PackedMatrix(int64_t in_features, int64_t out_features, const Matr
 
 absl::StatusOr<std::unique_ptr<PackedMatrix>> PackMatrix(std::span<const WeightRows> rows,
                                                          int64_t in_features, DType compute_dtype,
-                                                         ThreadPool& pool) {
+                                                         PackTeam& team) {
   const int64_t out_features = RowsOf(rows);
   ASSIGN_OR_RETURN(const MatrixForm form, FormOf(in_features, out_features, compute_dtype));
   ASSIGN_OR_RETURN(BufferRef elements,
-                   PackMatrixPanels(rows, in_features, compute_dtype, 0, form.panels().panels(), pool));
+                   PackMatrixPanels(rows, in_features, compute_dtype, 0, form.panels().panels(), team));
   return std::make_unique<PackedMatrix>(in_features, out_features, form, std::move(elements),
                                         StackBias(rows));
 }
@@ -324,12 +316,17 @@ absl::StatusOr<PackedForm> PackedFormOf(int64_t in_features, int64_t out_feature
 
 absl::StatusOr<BufferRef> PackMatrixPanels(std::span<const WeightRows> rows, int64_t in_features,
                                            DType compute_dtype, int64_t first, int64_t panels,
-                                           ThreadPool& pool) {
+                                           PackTeam& team) {
   ASSIGN_OR_RETURN(const MatrixForm form, FormOf(in_features, RowsOf(rows), compute_dtype));
   const int64_t begin = form.panels().ByteOf(first);
   ASSIGN_OR_RETURN(BufferRef bytes, AllocateHostMemory(form.panels().ByteOf(first + panels) - begin));
-  std::byte* const whole = bytes->data<std::byte>() - begin;
-  RETURN_IF_ERROR(PackInto(form, whole, rows, in_features, compute_dtype, first, panels, pool));
+  PanelPacker packer(form, bytes->data<std::byte>() - begin, rows, in_features, compute_dtype);
+  RETURN_IF_ERROR(packer.Prepare(first, panels, team));
+  std::vector<absl::Status> statuses(team.pool.threads());
+  team.pool.ParallelFor(panels, [&](int64_t panel, int worker) {
+    if (statuses[worker].ok()) statuses[worker] = packer.Pack(first + panel, worker);
+  });
+  for (const absl::Status& status : statuses) RETURN_IF_ERROR(status);
   return bytes;
 }
 

@@ -22,38 +22,18 @@
 #include <utility>
 #include <vector>
 
-#include "kernels/cpu/onednn.h"
 #include "kernels/cpu/thread_pool.h"
+#include "kernels/cpu/wide_block.h"
 #include "kernels/stream.h"
 
 namespace meshfill {
 
-// A multiple of every block that oneDNN lays weights out in.
-inline constexpr int64_t kPanelFeatures = 512;
+inline constexpr int64_t kPanelFeatures = 512;  // a multiple of kGroupColumns
 
 // The dtype in which this machine multiplies for a compute dtype: bf16 needs AVX-512 (oneDNN emulates the
 // products where BF16 instructions are missing); below that, bf16 is widened to f32, which loses speed and
 // nothing else.
 DType MultiplyDType(DType compute_dtype);
-
-// Elements in the layout and the dtype of the multiplication. A view.
-struct WideBlock {
-  const dnnl::memory::desc* layout;  // [in_features, columns]; the process's, as large as many blocks
-  DType dtype;                       // MultiplyDType(compute dtype)
-  int64_t first_in;                  // the first of its input features in the weight
-  void* elements;                    // not const, as oneDNN's handles are not, though it reads only
-
-  int64_t in_features() const { return layout->data.dims[0]; }
-  int64_t columns() const { return layout->data.dims[1]; }
-
-  // Columns [begin, begin + columns): their layout, and their first element. `begin` is a multiple of
-  // kPanelFeatures; `columns` is too, or reaches the last column.
-  struct Columns {
-    dnnl::memory::desc layout;
-    void* elements;
-  };
-  Columns ColumnsFrom(int64_t begin, int64_t columns) const;
-};
 
 // Some columns of a weight, with all their input features: blocks, first to last. Views.
 using WideStrip = std::vector<WideBlock>;
@@ -136,12 +116,19 @@ class PackedMatrix final : public CpuWeight {
   std::vector<WideStrip> strips_;
 };
 
+// Threads that pack one weight after the other.
+struct PackTeam {
+  explicit PackTeam(int threads) : pool(threads) {}
+  ThreadPool pool;
+  BufferRef staging = nullptr;  // the rows that the threads are at
+};
+
 // Stacks the rows, none of them of FP8 or MXFP4, rounds them to `compute_dtype` and packs them, panel by
 // panel on the team: no second copy of the whole matrix. At least one row and one input feature.
 // RESOURCE_EXHAUSTED where memory is short.
 absl::StatusOr<std::unique_ptr<PackedMatrix>> PackMatrix(std::span<const WeightRows> rows,
                                                          int64_t in_features, DType compute_dtype,
-                                                         ThreadPool& pool);
+                                                         PackTeam& team);
 
 // The bytes of such a matrix.
 absl::StatusOr<PackedForm> PackedFormOf(int64_t in_features, int64_t out_features, DType compute_dtype);
@@ -149,7 +136,7 @@ absl::StatusOr<PackedForm> PackedFormOf(int64_t in_features, int64_t out_feature
 // The bytes of panels [first, first + panels) alone. Errors: PackMatrix's.
 absl::StatusOr<BufferRef> PackMatrixPanels(std::span<const WeightRows> rows, int64_t in_features,
                                            DType compute_dtype, int64_t first, int64_t panels,
-                                           ThreadPool& pool);
+                                           PackTeam& team);
 
 // A matrix of all its bytes.
 absl::StatusOr<std::unique_ptr<PackedMatrix>> MatrixOfPanels(int64_t in_features, int64_t out_features,

@@ -89,12 +89,12 @@ TEST_P(GemmTest, AgreesWithTheReference) {
   for (int draw = 0; draw < 40; ++draw) {
     SCOPED_TRACE(testing::Message() << "MESHFILL_SEED=" << seed << ", draw " << draw);
     std::mt19937_64 random(seed + draw);
-    ThreadPool pool(static_cast<int>(Draw(random, 1, 3)));
-    CpuGemm gemm(GetParam(), pool);
+    PackTeam team(static_cast<int>(Draw(random, 1, 3)));
+    CpuGemm gemm(GetParam(), team.pool);
     // On AMX, more than 512 input features are multiplied in blocks.
     const bool wide = draw % 8 == 7;
     const Layer layer(random, Draw(random, 1, wide ? 2100 : 300), wide ? 500 : 90);
-    const auto weight = PackMatrix(layer.rows, layer.in_features, GetParam(), pool);
+    const auto weight = PackMatrix(layer.rows, layer.in_features, GetParam(), team);
     const auto reference_weight = reference.device().PackWeight(layer.rows, layer.in_features);
     ASSERT_TRUE(weight.ok()) << weight.status();
     EXPECT_EQ((*weight)->out_features(), layer.out_features);
@@ -113,12 +113,12 @@ TEST_P(GemmTest, OneTokenOverManyOutputFeatures) {
   const uint64_t seed = TestSeed();
   SCOPED_TRACE(testing::Message() << "MESHFILL_SEED=" << seed);
   std::mt19937_64 random(seed);
-  ThreadPool pool(2);
-  CpuGemm gemm(GetParam(), pool);
+  PackTeam team(2);
+  CpuGemm gemm(GetParam(), team.pool);
   const LoneStream reference = ReferenceStream(GetParam());
   for (const int64_t in_features : {int64_t{64}, Draw(random, 1, 99), Draw(random, 513, 1600)}) {
     const Layer layer(random, in_features, 1500);
-    const auto weight = PackMatrix(layer.rows, in_features, GetParam(), pool);
+    const auto weight = PackMatrix(layer.rows, in_features, GetParam(), team);
     const auto reference_weight = reference.device().PackWeight(layer.rows, in_features);
     ASSERT_TRUE(weight.ok()) << weight.status();
     const Tensor x = Tensor::Normal(random, GetParam(), in_features);
@@ -160,11 +160,11 @@ TEST_P(GemmTest, RowsThatAreReadAndPartsOfPanelsGiveTheSameBits) {
   for (int draw = 0; draw < 10; ++draw) {
     SCOPED_TRACE(testing::Message() << "MESHFILL_SEED=" << seed << ", draw " << draw);
     std::mt19937_64 random(seed + draw);
-    ThreadPool pool(static_cast<int>(Draw(random, 1, 3)));
-    CpuGemm gemm(GetParam(), pool);
+    PackTeam team(static_cast<int>(Draw(random, 1, 3)));
+    CpuGemm gemm(GetParam(), team.pool);
     const Layer layer(random, Draw(random, 1, draw % 3 == 0 ? 1200 : 200), 900);
     const auto product = [&](std::span<const WeightRows> rows) {
-      const auto weight = PackMatrix(rows, layer.in_features, GetParam(), pool);
+      const auto weight = PackMatrix(rows, layer.in_features, GetParam(), team);
       EXPECT_TRUE(weight.ok()) << weight.status();
       std::mt19937_64 same(seed);
       const Tensor x = Tensor::Normal(same, GetParam(), layer.in_features);
@@ -206,7 +206,7 @@ TEST_P(GemmTest, RowsThatAreReadAndPartsOfPanelsGiveTheSameBits) {
     }
 
     sources.back().fails_at = Draw(random, int64_t{0}, read.back().rows);
-    const auto failed = PackMatrix(read, layer.in_features, GetParam(), pool);
+    const auto failed = PackMatrix(read, layer.in_features, GetParam(), team);
     EXPECT_TRUE(absl::IsDataLoss(failed.status())) << failed.status();
   }
 }
@@ -276,10 +276,10 @@ TEST_P(GemmTest, Fp8AgreesWithTheReference) {
   for (int draw = 0; draw < 30; ++draw) {
     SCOPED_TRACE(testing::Message() << "MESHFILL_SEED=" << seed << ", draw " << draw);
     std::mt19937_64 random(seed + draw);
-    ThreadPool pool(static_cast<int>(Draw(random, 1, 3)));
-    CpuGemm gemm(GetParam(), pool);
+    PackTeam team(static_cast<int>(Draw(random, 1, 3)));
+    CpuGemm gemm(GetParam(), team.pool);
     const Fp8Layer layer(random, Draw(random, 1, draw % 5 == 0 ? 1500 : 300), draw % 3 == 0 ? 900 : 90);
-    const auto weight = NarrowMatrix::Pack(layer.rows, layer.in_features, GetParam(), pool);
+    const auto weight = NarrowMatrix::Pack(layer.rows, layer.in_features, GetParam(), team.pool);
     const auto reference_weight = reference.device().PackWeight(layer.rows, layer.in_features);
     ASSERT_TRUE(weight.ok()) << weight.status();
     EXPECT_EQ((*weight)->out_features(), layer.out_features);
@@ -295,8 +295,8 @@ TEST_P(GemmTest, Fp8AgreesWithTheReference) {
 // A weight that is no number shows in its row's products, and in no other.
 TEST_P(GemmTest, Fp8NaNShowsInItsRow) {
   constexpr int64_t kIn = 8, kOut = 70;
-  ThreadPool pool(1);
-  CpuGemm gemm(GetParam(), pool);
+  PackTeam team(1);
+  CpuGemm gemm(GetParam(), team.pool);
   std::vector<uint8_t> elements(kIn * kOut, 0x38);  // 1
   elements[5 * kIn + 3] = 0x7f;
   elements[66 * kIn + 1] = 0xff;
@@ -307,7 +307,7 @@ TEST_P(GemmTest, Fp8NaNShowsInItsRow) {
                         .scales = scales.data(),
                         .scale_rows = 1,
                         .scale_columns = kIn};
-  const auto weight = NarrowMatrix::Pack({&rows, 1}, kIn, GetParam(), pool);
+  const auto weight = NarrowMatrix::Pack({&rows, 1}, kIn, GetParam(), team.pool);
   ASSERT_TRUE(weight.ok()) << weight.status();
   Tensor x(GetParam(), 3 * kIn);
   for (int64_t i = 0; i < x.count(); ++i) x.Set(i, 1);
@@ -332,11 +332,11 @@ TEST_P(GemmTest, Fp8GivesTheBitsOfItsValuesInTheComputeDtype) {
   for (int draw = 0; draw < 5; ++draw) {
     SCOPED_TRACE(testing::Message() << "MESHFILL_SEED=" << seed << ", draw " << draw);
     std::mt19937_64 random(seed + draw);
-    ThreadPool pool(2);
-    CpuGemm gemm(GetParam(), pool);
+    PackTeam team(2);
+    CpuGemm gemm(GetParam(), team.pool);
     const Fp8Layer layer(random, Draw(random, 1, 1100), 600);
-    const auto weight = NarrowMatrix::Pack(layer.rows, layer.in_features, GetParam(), pool);
-    const auto wide = PackMatrix(layer.dequantised_rows, layer.in_features, GetParam(), pool);
+    const auto weight = NarrowMatrix::Pack(layer.rows, layer.in_features, GetParam(), team.pool);
+    const auto wide = PackMatrix(layer.dequantised_rows, layer.in_features, GetParam(), team);
     ASSERT_TRUE(weight.ok() && wide.ok());
     for (const int64_t tokens : {int64_t{1}, Draw(random, 2, 200)}) {
       const Tensor x = Tensor::Normal(random, GetParam(), tokens * layer.in_features);
@@ -411,11 +411,11 @@ TEST_P(GemmTest, Mxfp4AgreesWithTheReferenceAndWithItsValuesHeldWide) {
   for (int draw = 0; draw < 15; ++draw) {
     SCOPED_TRACE(testing::Message() << "MESHFILL_SEED=" << seed << ", draw " << draw);
     std::mt19937_64 random(seed + draw);
-    ThreadPool pool(static_cast<int>(Draw(random, 1, 3)));
-    CpuGemm gemm(GetParam(), pool);
+    PackTeam team(static_cast<int>(Draw(random, 1, 3)));
+    CpuGemm gemm(GetParam(), team.pool);
     const Fp4Layer layer(random, Draw(random, 1, draw % 5 == 0 ? 50 : 9), draw % 3 == 0 ? 700 : 90);
-    const auto weight = NarrowMatrix::Pack(layer.rows, layer.in_features, GetParam(), pool);
-    const auto wide = PackMatrix(layer.dequantised_rows, layer.in_features, GetParam(), pool);
+    const auto weight = NarrowMatrix::Pack(layer.rows, layer.in_features, GetParam(), team.pool);
+    const auto wide = PackMatrix(layer.dequantised_rows, layer.in_features, GetParam(), team);
     const auto reference_weight = reference.device().PackWeight(layer.rows, layer.in_features);
     ASSERT_TRUE(weight.ok() && wide.ok() && reference_weight.ok()) << weight.status();
     const int64_t tokens = Draw(random, 0, 150);
@@ -441,8 +441,8 @@ TEST_P(GemmTest, Fp8IsWidenedStripByStrip) {
   const uint64_t seed = TestSeed();
   SCOPED_TRACE(testing::Message() << "MESHFILL_SEED=" << seed);
   std::mt19937_64 random(seed);
-  ThreadPool pool(2);
-  CpuGemm gemm(GetParam(), pool);
+  PackTeam team(2);
+  CpuGemm gemm(GetParam(), team.pool);
   const int64_t in_features = 17000, columns = 2 * kPanelFeatures + 70;
   std::vector<uint8_t> elements(in_features * columns);
   for (uint8_t& element : elements) element = static_cast<uint8_t>(random()) & 0xb7;  // up to 1.875
@@ -453,7 +453,7 @@ TEST_P(GemmTest, Fp8IsWidenedStripByStrip) {
                         .scales = scales.data(),
                         .scale_rows = 1,
                         .scale_columns = in_features};
-  const auto weight = NarrowMatrix::Pack({&rows, 1}, in_features, GetParam(), pool);
+  const auto weight = NarrowMatrix::Pack({&rows, 1}, in_features, GetParam(), team.pool);
   ASSERT_TRUE(weight.ok());
   for (const int64_t tokens : {1, 3}) {
     const Tensor x = Tensor::Normal(random, GetParam(), tokens * in_features);
@@ -480,8 +480,8 @@ TEST_P(GemmTest, Fp8IsWidenedStripByStrip) {
 
 TEST_P(GemmTest, Fp8RowsThatAreReadGiveTheSameBitsAndMayFail) {
   std::mt19937_64 random(1);
-  ThreadPool pool(2);
-  CpuGemm gemm(GetParam(), pool);
+  PackTeam team(2);
+  CpuGemm gemm(GetParam(), team.pool);
   const Fp8Layer layer(random, 77, 300);
   std::vector<RowsOf> sources;
   for (const Tensor& tensor : layer.elements) sources.emplace_back(tensor, layer.in_features);
@@ -490,8 +490,8 @@ TEST_P(GemmTest, Fp8RowsThatAreReadGiveTheSameBitsAndMayFail) {
     read[i].data = nullptr;
     read[i].source = &sources[i];
   }
-  const auto mapped = NarrowMatrix::Pack(layer.rows, layer.in_features, GetParam(), pool);
-  const auto from_file = NarrowMatrix::Pack(read, layer.in_features, GetParam(), pool);
+  const auto mapped = NarrowMatrix::Pack(layer.rows, layer.in_features, GetParam(), team.pool);
+  const auto from_file = NarrowMatrix::Pack(read, layer.in_features, GetParam(), team.pool);
   ASSERT_TRUE(mapped.ok() && from_file.ok());
   const Tensor x = Tensor::Normal(random, GetParam(), 5 * layer.in_features);
   Tensor y(DType::kF32, 5 * layer.out_features), expected = y;
@@ -504,7 +504,7 @@ TEST_P(GemmTest, Fp8RowsThatAreReadGiveTheSameBitsAndMayFail) {
   EXPECT_TRUE(y.SameBits(expected));
 
   sources.back().fails_at = read.back().rows - 1;
-  EXPECT_TRUE(absl::IsDataLoss(NarrowMatrix::Pack(read, layer.in_features, GetParam(), pool).status()));
+  EXPECT_TRUE(absl::IsDataLoss(NarrowMatrix::Pack(read, layer.in_features, GetParam(), team.pool).status()));
 }
 
 // Promised for AVX-512: whatever the tile that a row falls into, and however many threads share the tiles.
@@ -521,9 +521,9 @@ TEST_P(GemmTest, ARowsBitsDependOnTheRowAlone) {
   const int64_t tokens = 655;
   const Tensor x = Tensor::Normal(random, GetParam(), tokens * layer.in_features);
   const auto run = [&](int threads, int64_t first, int64_t count) {
-    ThreadPool pool(threads);
-    CpuGemm gemm(GetParam(), pool);
-    const auto weight = PackMatrix(layer.rows, layer.in_features, GetParam(), pool);
+    PackTeam team(threads);
+    CpuGemm gemm(GetParam(), team.pool);
+    const auto weight = PackMatrix(layer.rows, layer.in_features, GetParam(), team);
     Tensor y(DType::kF32, count * layer.out_features);
     EXPECT_TRUE(gemm.Run({.weight = weight->get(),
                           .x = x.data<std::byte>() + first * layer.in_features * DTypeBytes(GetParam()),
@@ -554,11 +554,11 @@ TEST_P(GemmTest, ARowsBitsDependOnTheRowAlone) {
 
 TEST_P(GemmTest, TheSourcesMayGoAfterPacking) {
   std::mt19937_64 random(1);
-  ThreadPool pool(1);
-  CpuGemm gemm(GetParam(), pool);
+  PackTeam team(1);
+  CpuGemm gemm(GetParam(), team.pool);
   std::vector<float> weights(8 * 4, 1.0f), bias(8, 0.5f);
   const WeightRows rows{.data = weights.data(), .dtype = DType::kF32, .rows = 8, .bias = bias.data()};
-  const auto weight = PackMatrix({&rows, 1}, 4, GetParam(), pool);
+  const auto weight = PackMatrix({&rows, 1}, 4, GetParam(), team);
   std::fill(weights.begin(), weights.end(), 100.0f);
   std::fill(bias.begin(), bias.end(), 100.0f);
   Tensor x(GetParam(), 4), y(DType::kF32, 8);
@@ -578,7 +578,7 @@ int64_t ResidentBytes() {
 
 // What packing needs meanwhile goes, also in front of what stays.
 TEST_P(GemmTest, PackingLeavesNoHolesInTheHeap) {
-  ThreadPool pool(1);
+  PackTeam team(1);
   constexpr int64_t kIn = 2048, kOut = 1536, kWeights = 24;
   const Tensor values(DType::kBf16, kIn * kOut);
   const WeightRows rows{.data = values.data(), .dtype = DType::kBf16, .rows = kOut};
@@ -586,7 +586,7 @@ TEST_P(GemmTest, PackingLeavesNoHolesInTheHeap) {
   const int64_t before = ResidentBytes();
   int64_t bytes = 0;
   for (int i = 0; i < kWeights; ++i) {
-    auto weight = PackMatrix({&rows, 1}, kIn, GetParam(), pool);
+    auto weight = PackMatrix({&rows, 1}, kIn, GetParam(), team);
     ASSERT_TRUE(weight.ok()) << weight.status();
     weights.push_back(*std::move(weight));
     bytes += PackedFormOf(kIn, kOut, GetParam())->bytes;
@@ -599,10 +599,10 @@ TEST_P(GemmTest, OneWeightServesSeveralRanks) {
   const uint64_t seed = TestSeed();
   SCOPED_TRACE(testing::Message() << "MESHFILL_SEED=" << seed);
   std::mt19937_64 random(seed);
-  ThreadPool pool(2);
-  CpuGemm gemm(GetParam(), pool);
+  PackTeam team(2);
+  CpuGemm gemm(GetParam(), team.pool);
   const Layer layer(random, 65, 200);
-  const auto weight = PackMatrix(layer.rows, layer.in_features, GetParam(), pool);
+  const auto weight = PackMatrix(layer.rows, layer.in_features, GetParam(), team);
   ASSERT_TRUE(weight.ok()) << weight.status();
   const Tensor x = Tensor::Normal(random, GetParam(), 100 * layer.in_features);
   const auto run = [&](CpuGemm& mine) {
@@ -630,11 +630,11 @@ TEST_P(GemmTest, OneWeightServesSeveralRanks) {
 }
 
 TEST_P(GemmTest, ARaisedStopTokenCancels) {
-  ThreadPool pool(2);
-  CpuGemm gemm(GetParam(), pool);
+  PackTeam team(2);
+  CpuGemm gemm(GetParam(), team.pool);
   const Tensor zeros(DType::kF32, 16);
   const WeightRows rows{.data = zeros.data(), .dtype = DType::kF32, .rows = 4};
-  const auto weight = PackMatrix({&rows, 1}, 4, GetParam(), pool);
+  const auto weight = PackMatrix({&rows, 1}, 4, GetParam(), team);
   Tensor x(GetParam(), 8), y(DType::kF32, 8);
   StopToken stop;
   stop.Stop();
