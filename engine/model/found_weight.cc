@@ -16,8 +16,8 @@ absl::Status CopyElements(const FoundWeight& weight, const BeforeRead& before_re
     std::copy(bytes.begin(), bytes.end(), static_cast<std::byte*>(to));
     return absl::OkStatus();
   }
-  RETURN_IF_ERROR(before_read());
-  return weight.entry->file->Read(bytes, to);
+  ASSIGN_OR_RETURN(const PageCache cache, before_read());
+  return weight.entry->file->Read(bytes, cache, to);
 }
 
 absl::StatusOr<std::vector<float>> ToFloats(const FoundWeight& weight, const BeforeRead& before_read) {

@@ -48,8 +48,8 @@ class EmbeddingTable {
     for (size_t begin = 0; begin < ids.size(); begin += kEmbeddedAtATime) {
       const size_t count = std::min(kEmbeddedAtATime, ids.size() - begin);
       for (size_t i = 0; i < count; ++i) {
-        RETURN_IF_ERROR(
-            file_->Read(bytes_.subspan(ids[begin + i] * row_bytes, row_bytes), rows.data() + i * row_bytes));
+        RETURN_IF_ERROR(file_->Read(bytes_.subspan(ids[begin + i] * row_bytes, row_bytes), PageCache::kFill,
+                                    rows.data() + i * row_bytes));
       }
       RETURN_IF_ERROR(stream.Embed(std::span(row_of).first(count), rows.data(), dtype_, width_,
                                    x + static_cast<int64_t>(begin) * width_));

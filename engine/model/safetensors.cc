@@ -271,10 +271,7 @@ absl::Status SafetensorsFile::ReadHeader() {
   return absl::OkStatus();
 }
 
-SafetensorsFile::~SafetensorsFile() {
-  munmap(const_cast<std::byte*>(data_), size_bytes_);
-  close(descriptor_);
-}
+SafetensorsFile::~SafetensorsFile() { munmap(const_cast<std::byte*>(data_), size_bytes_); }
 
 const TensorView* SafetensorsFile::Find(std::string_view name) const {
   const auto it = tensors_.find(name);
@@ -283,24 +280,6 @@ const TensorView* SafetensorsFile::Find(std::string_view name) const {
 
 void SafetensorsFile::DropResidentPages() const {
   madvise(const_cast<std::byte*>(data_), size_bytes_, MADV_DONTNEED);
-}
-
-absl::Status SafetensorsFile::Read(std::span<const std::byte> bytes, void* to) const {
-  const off_t begin = bytes.data() - data_;
-  auto* const target = static_cast<std::byte*>(to);
-  for (size_t done = 0; done < bytes.size();) {
-    const off_t at = begin + static_cast<off_t>(done);
-    const ssize_t count = pread(descriptor_, target + done, bytes.size() - done, at);
-    if (count < 0 && errno == EINTR) continue;
-    if (count < 0) return absl::ErrnoToStatus(errno, absl::StrCat(path_, ": cannot be read at byte ", at));
-    if (count == 0) {
-      return absl::DataLossError(
-          absl::StrCat(path_, ": ends at byte ", at, " or before, and had ", size_bytes_,
-                       " when it was opened; put the whole file back, and start the process anew"));
-    }
-    done += static_cast<size_t>(count);
-  }
-  return absl::OkStatus();
 }
 
 }  // namespace meshfill

@@ -22,6 +22,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "engine/model/file_reader.h"
 #include "kernels/dtype.h"
 
 namespace meshfill {
@@ -73,19 +74,23 @@ class SafetensorsFile {
   // Gives the mapped pages back to the page cache: they are no longer resident until they are read again.
   void DropResidentPages() const;
 
-  // Copies mapped `bytes`, but reads them from the file: where it has lost them since it was opened,
-  // DATA_LOSS instead of the signal that ends a process.
-  absl::Status Read(std::span<const std::byte> bytes, void* to) const;
+  // FileReader's, of bytes of its tensors.
+  absl::Status Read(std::span<const std::byte> bytes, PageCache cache, void* to) const {
+    return reader_.Read(bytes, cache, to);
+  }
 
  private:
   SafetensorsFile(std::string path, int descriptor, const std::byte* data, size_t size_bytes)
-      : path_(std::move(path)), descriptor_(descriptor), data_(data), size_bytes_(size_bytes) {}
+      : path_(std::move(path)),
+        data_(data),
+        size_bytes_(size_bytes),
+        reader_(path_, descriptor, {data, size_bytes}) {}
   absl::Status ReadHeader();
 
   std::string path_;
-  const int descriptor_;
   const std::byte* data_;  // the mapping, [size_bytes_]
   size_t size_bytes_;
+  const FileReader reader_;
   std::map<std::string, TensorView, std::less<>> tensors_;
 };
 

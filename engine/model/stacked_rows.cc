@@ -39,7 +39,8 @@ class TransposedRows final : public RowSource {
 
   absl::Status Read(int64_t first, int64_t count, std::byte* to) const override {
     const auto transpose = element_bytes_ == sizeof(float) ? Transpose<4> : Transpose<2>;
-    transpose(elements_ + static_cast<size_t>(first) * element_bytes_, in_features_, count, out_features_, to);
+    transpose(elements_ + static_cast<size_t>(first) * element_bytes_, in_features_, count, out_features_,
+              to);
     return absl::OkStatus();
   }
 
@@ -58,8 +59,8 @@ class TensorRows final : public RowSource {
         before_read_(before_read) {}
 
   absl::Status Read(int64_t first, int64_t count, std::byte* to) const override {
-    RETURN_IF_ERROR(before_read_());
-    return entry_.file->Read(entry_.tensor.bytes.subspan(first * row_bytes_, count * row_bytes_), to);
+    ASSIGN_OR_RETURN(const PageCache cache, before_read_());
+    return entry_.file->Read(entry_.tensor.bytes.subspan(first * row_bytes_, count * row_bytes_), cache, to);
   }
 
  private:

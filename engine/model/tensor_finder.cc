@@ -216,7 +216,7 @@ void TensorFinder::CheckExponents(const FoundWeight& scales, const std::string& 
   if (!status_.ok()) return;
   std::vector<std::byte> bytes(scales.entry->tensor.bytes.size());
   status_ = CopyElements(
-      scales, [] { return absl::OkStatus(); }, bytes.data());
+      scales, [] { return PageCache::kFill; }, bytes.data());
   const auto bad = std::find_if(bytes.begin(), bytes.end(), [](std::byte bits) { return bits > kMost; });
   if (bad == bytes.end()) return;
   const std::string value = *bad == kNan ? "nan" : absl::StrCat("2^", std::to_integer<int>(*bad) - 127);
@@ -227,7 +227,7 @@ void TensorFinder::CheckExponents(const FoundWeight& scales, const std::string& 
 
 void TensorFinder::CheckFinite(const FoundWeight& vector, const std::string& name, const char* what) {
   if (!status_.ok()) return;
-  const absl::StatusOr<std::vector<float>> values = ToFloats(vector, [] { return absl::OkStatus(); });
+  const absl::StatusOr<std::vector<float>> values = ToFloats(vector, [] { return PageCache::kFill; });
   if (!values.ok()) {
     status_ = values.status();
     return;

@@ -102,11 +102,15 @@ class AheadFeed final : public WeightFeed {
   }
 
   void MakeAll() {
-    const BeforeRead before_read = [this] {
+    int part = 0;
+    // What readers wait for is kept for the next run, too; what computing hides need not be.
+    const BeforeRead before_read = [&]() -> absl::StatusOr<PageCache> {
       reads_.fetch_add(1, std::memory_order_relaxed);
-      return Stopping() ? absl::CancelledError("the run was stopped") : absl::OkStatus();
+      if (Stopping()) return absl::CancelledError("the run was stopped");
+      const MutexLock lock(mu_);
+      return *std::max_element(at_.begin(), at_.end()) >= part ? PageCache::kFill : PageCache::kPass;
     };
-    for (int part = 0; part < parts_; ++part) {
+    for (; part < parts_; ++part) {
       const bool wanted = Await(part);
       if (Stopping()) return;
       if (!wanted) continue;

@@ -26,6 +26,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
+#include "engine/model/file_reader.h"
 #include "engine/model/layer.h"
 #include "engine/model/layer_shape.h"
 #include "kernels/buffer.h"
@@ -47,8 +48,9 @@ struct WeightShare {
   bool operator==(const WeightShare&) const = default;
 };
 
-// Called while parts are made, before each thing that may take long; its error ends the making.
-using BeforeRead = std::function<absl::Status()>;
+// Called while parts are made, before each thing that may take long: how to read a file. Its error ends the
+// making.
+using BeforeRead = std::function<absl::StatusOr<PageCache>()>;
 
 // One step of an exchange: what goes to one process, and what comes from another.
 struct ShareSwap {

@@ -74,7 +74,7 @@ class WeightExchange final : public ShareExchange {
     const std::unique_ptr<PendingReceive> first = std::move(under_way.front());
     under_way.pop_front();
     RETURN_IF_ERROR(first->Wait(MonotonicNow() + wait_timeout_).status());
-    return before_piece();
+    return before_piece().status();
   }
 
   Endpoint& endpoint_;

@@ -333,13 +333,13 @@ TEST(SafetensorsFileTest, ReadsItsBytesAndMissesThoseThatAreGone) {
     const size_t begin = Draw<size_t>(random, 0, bytes.size()),
                  count = Draw(random, size_t{0}, bytes.size() - begin);
     std::vector<std::byte> read(count);
-    ASSERT_TRUE((*file)->Read(bytes.subspan(begin, count), read.data()).ok());
+    ASSERT_TRUE((*file)->Read(bytes.subspan(begin, count), PageCache::kFill, read.data()).ok());
     EXPECT_TRUE(std::equal(read.begin(), read.end(), bytes.begin() + static_cast<std::ptrdiff_t>(begin)));
   }
   std::filesystem::resize_file(path, content.size() - 1000);
   std::vector<std::byte> read(bytes.size());
-  EXPECT_TRUE((*file)->Read(bytes.first(4000), read.data()).ok());
-  const absl::Status gone = (*file)->Read(bytes.subspan(3000, 1001), read.data());
+  EXPECT_TRUE((*file)->Read(bytes.first(4000), PageCache::kFill, read.data()).ok());
+  const absl::Status gone = (*file)->Read(bytes.subspan(3000, 1001), PageCache::kFill, read.data());
   EXPECT_TRUE(absl::IsDataLoss(gone)) << gone;
   EXPECT_THAT(std::string(gone.message()),
               testing::AllOf(HasSubstr(path), HasSubstr(std::to_string(content.size()))));

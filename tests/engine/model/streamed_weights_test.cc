@@ -68,7 +68,7 @@ class SlowMaker final : public PartMaker {
                                                          const BeforeRead& before_read) override {
     const absl::Time end = MonotonicNow() + takes_;
     while (MonotonicNow() < end) {
-      RETURN_IF_ERROR(before_read());
+      RETURN_IF_ERROR(before_read().status());
       std::this_thread::yield();
     }
     return std::make_shared<const WeightPart>();
@@ -93,6 +93,39 @@ TEST(WeightFeedTest, APartThatIsBeingReadIsWaitedForBeyondTheTimeout) {
     status = feed->Take(0, 0, timeout).status();
   }
   EXPECT_TRUE(status.ok()) << status;
+}
+
+// Reads once for each part; keeps how.
+class AskingMaker final : public PartMaker {
+ public:
+  explicit AskingMaker(std::vector<PageCache>& answers) : answers_(answers) {}
+
+  absl::StatusOr<std::shared_ptr<const WeightPart>> Load(int /*part*/,
+                                                         const BeforeRead& before_read) override {
+    ASSIGN_OR_RETURN(const PageCache answer, before_read());
+    answers_.push_back(answer);
+    return std::make_shared<const WeightPart>();
+  }
+  void Quit() override {}
+  bool serves_others() const override { return false; }
+  int64_t sent_bytes() const override { return 0; }
+  std::string PartName(int /*part*/) const override { return "the part"; }
+  const char* advice() const override { return "wait"; }
+
+ private:
+  std::vector<PageCache>& answers_;
+};
+
+// The part that a reader waits for is kept for later runs; the one ahead of it passes the cache.
+TEST(WeightFeedTest, KeepsInThePageCacheWhatIsWaitedFor) {
+  std::vector<PageCache> answers;
+  {
+    const std::unique_ptr<WeightFeed> feed =
+        MakeAhead(std::make_unique<AskingMaker>(answers), 1, 2, /*at_once=*/false, nullptr);
+    ASSERT_TRUE(feed->Take(0, 0, kLong).ok());
+    while (feed->reads() < 2) std::this_thread::yield();
+  }
+  EXPECT_EQ(answers, (std::vector{PageCache::kFill, PageCache::kPass}));
 }
 
 TEST_F(StreamedWeightsTest, CutsTheHeadWhereAProductMay) {
@@ -131,7 +164,7 @@ TEST(RowsOfHeadPart, TakeAsMuchAsALayer) {
 
 // Each part of the head has the rows that follow those of the part before.
 TEST_F(StreamedWeightsTest, PartsOfTheHeadAreItsRowsInOrder) {
-  const auto nothing = [] { return absl::OkStatus(); };
+  const auto nothing = [] { return PageCache::kFill; };
   const auto head = weights_->tensors().PackHead(*device_, 0, kVocab, nullptr);
   ASSERT_TRUE(head.ok()) << head.status();
   const LoneStream stream = ReferenceStream(DType::kF32);
@@ -158,14 +191,16 @@ TEST_F(StreamedWeightsTest, EveryReadAsksBefore) {
                     ->Load(part,
                            [&] {
                              ++reads;
-                             return absl::OkStatus();
+                             return PageCache::kFill;
                            })
                     .ok());
     EXPECT_GE(reads, part < kLayers ? 9 : 1);  // a layer's norms and matrices
     for (int last = 0; last < reads; ++last) {
       int read = 0;
-      const auto stopped = weights_->Load(
-          part, [&] { return read++ == last ? absl::CancelledError("stopped") : absl::OkStatus(); });
+      const auto stopped = weights_->Load(part, [&]() -> absl::StatusOr<PageCache> {
+        if (read++ == last) return absl::CancelledError("stopped");
+        return PageCache::kPass;
+      });
       EXPECT_TRUE(absl::IsCancelled(stopped.status())) << stopped.status();
       EXPECT_EQ(read, last + 1);
     }
@@ -236,7 +271,7 @@ TEST_F(StreamedWeightsTest, RanksAtAnyPaceHaveTwoPartsOfEachRun) {
 }
 
 TEST_F(StreamedWeightsTest, RunsShareAPart) {
-  const auto nothing = [] { return absl::OkStatus(); };
+  const auto nothing = [] { return PageCache::kFill; };
   const auto one = weights_->Load(3, nothing);
   const auto fails = [] { return absl::InternalError("it was read again"); };
   const auto other = weights_->Load(3, fails);
@@ -251,9 +286,9 @@ TEST_F(StreamedWeightsTest, ARunWaitsForNobodyElsesDisk) {
   const auto stuck = [&] {
     reading = true;
     while (!go_on) std::this_thread::yield();
-    return absl::OkStatus();
+    return PageCache::kFill;
   };
-  const auto at_once = [] { return absl::OkStatus(); };
+  const auto at_once = [] { return PageCache::kFill; };
   std::shared_ptr<const WeightPart> slow, same;
   std::thread reader([&] { slow = weights_->Load(1, stuck).value(); });
   while (!reading) std::this_thread::yield();

@@ -70,7 +70,7 @@ TEST_F(WeightExchangeTest, PassesOnWhatTheStepBeforeReceived) {
         int64_t pieces = 0;
         const absl::Status status = exchanges_[me]->Exchange(swaps, most_bytes, [&] {
           ++pieces;
-          return absl::OkStatus();
+          return PageCache::kFill;
         });
         EXPECT_TRUE(status.ok()) << status;
         EXPECT_GE(pieces * kWeightPieceBytes, (workers - 1) * most_bytes) << "a piece is larger";
@@ -89,7 +89,7 @@ TEST_F(WeightExchangeTest, APieceThatDoesNotComeNamesItsPeer) {
   Connect(2, absl::Milliseconds(10));
   const BufferRef place = stream_->Allocate(8).value();
   const std::vector<ShareSwap> swaps = {{.to = 1, .mine = nullptr, .from = 1, .theirs = place}};
-  const absl::Status status = exchanges_[0]->Exchange(swaps, 8, [] { return absl::OkStatus(); });
+  const absl::Status status = exchanges_[0]->Exchange(swaps, 8, [] { return PageCache::kFill; });
   EXPECT_TRUE(absl::IsDeadlineExceeded(status)) << status;
   EXPECT_NE(status.message().find("gather from rank 1"), std::string::npos) << status;
 }
@@ -99,7 +99,7 @@ TEST_F(WeightExchangeTest, EndsWhereThePieceBeforeSaysSo) {
   const BufferRef share = stream_->Allocate(8).value();
   std::thread peer([&] {
     const std::vector<ShareSwap> swaps = {{.to = 0, .mine = share, .from = 0, .theirs = nullptr}};
-    (void)exchanges_[1]->Exchange(swaps, 8, [] { return absl::OkStatus(); });
+    (void)exchanges_[1]->Exchange(swaps, 8, [] { return PageCache::kFill; });
   });
   const std::vector<ShareSwap> swaps = {
       {.to = 1, .mine = nullptr, .from = 1, .theirs = stream_->Allocate(8).value()}};
