@@ -66,29 +66,39 @@ TEST(SpareMappingsTest, WhatAnyRunLeavesGoesBack) {
 
 TEST(SpareMappingsTest, BlocksAreCutFromLargerOnesAndBecomeOneAgain) {
   const SpareMappings kept;
-  std::byte* const first = Map(12 * kMiB)->data<std::byte>();
-  std::vector<BufferRef> parts;
-  for (int i = 0; i < 3; ++i) {
-    parts.push_back(Map(4 * kMiB - kPage + 1));  // whole pages are taken
-    EXPECT_EQ(parts.back()->data<std::byte>(), first + i * 4 * kMiB);
-  }
-  EXPECT_EQ(SpareMappings::spare_bytes(), 0u);
-  std::shuffle(parts.begin(), parts.end(), std::mt19937_64(std::random_device{}()));
-  parts.clear();
-  EXPECT_EQ(SpareMappings::spare_bytes(), 12 * kMiB);
-  EXPECT_EQ(Map(12 * kMiB)->data<std::byte>(), first);
+  Marked whole = {Map(12 * kMiB), 42};
+  std::byte* const first = whole.buffer->data<std::byte>();
+  std::vector<int> order = {0, 1, 2};
+  do {
+    whole.Write();
+    whole.buffer = nullptr;
+    std::vector<BufferRef> parts;
+    for (int i = 0; i < 3; ++i) {
+      parts.push_back(Map(4 * kMiB - kPage + 1));  // whole pages are taken
+      EXPECT_EQ(parts.back()->data<std::byte>(), first + i * 4 * kMiB);
+    }
+    EXPECT_EQ(SpareMappings::spare_bytes(), 0u);
+    for (const int part : order) parts[part] = nullptr;
+    EXPECT_EQ(SpareMappings::spare_bytes(), 12 * kMiB);
+    whole.buffer = Map(12 * kMiB);
+    EXPECT_TRUE(whole.Holds()) << "it is mapped anew";
+  } while (std::next_permutation(order.begin(), order.end()));
 }
 
 TEST(SpareMappingsTest, TheSmallestBlockThatIsLargeEnoughIsTaken) {
-  const SpareMappings kept;
-  std::vector<BufferRef> blocks, between;
-  for (const size_t size : {9, 5, 7}) {
-    blocks.push_back(Map(size * kMiB));
-    between.push_back(Map(4 * kMiB));
-  }
-  std::byte* const middle = blocks[2]->data<std::byte>();
-  blocks.clear();
-  EXPECT_EQ(Map(6 * kMiB)->data<std::byte>(), middle);
+  std::vector<size_t> sizes = {5, 7, 9};
+  do {
+    const SpareMappings kept;
+    std::vector<BufferRef> blocks, between;
+    std::byte* middle = nullptr;
+    for (const size_t size : sizes) {
+      blocks.push_back(Map(size * kMiB));
+      between.push_back(Map(4 * kMiB));
+      if (size == 7) middle = blocks.back()->data<std::byte>();
+    }
+    blocks.clear();
+    EXPECT_EQ(Map(6 * kMiB)->data<std::byte>(), middle);
+  } while (std::next_permutation(sizes.begin(), sizes.end()));
 }
 
 TEST(SpareMappingsTest, BlocksKeepTheirBytesAndTheSumItsBound) {

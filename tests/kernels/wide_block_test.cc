@@ -18,10 +18,10 @@ namespace {
 
 using dnnl::memory;
 
-BufferRef Allocate(size_t size_bytes, int fill) {
+BufferRef Allocate(size_t size_bytes) {
   auto buffer = AllocateHostMemory(size_bytes);
   EXPECT_TRUE(buffer.ok()) << buffer.status();
-  std::memset((*buffer)->data(), fill, size_bytes);
+  std::memset((*buffer)->data(), 0xa5, size_bytes);
   return *buffer;
 }
 
@@ -67,11 +67,14 @@ TEST_P(WideBlockTest, PacksWhatOneDnnReorders) {
     const int64_t first_in = draw(0, 2), row_elements = first_in + in_features + draw(0, 2);
     std::vector<std::byte> rows(columns * row_elements * width);
     std::generate(rows.begin(), rows.end(), [&] { return static_cast<std::byte>(random()); });
-    for (const memory::format_tag tag : Tags(dtype)) {
+    // Every second element is no pair.
+    std::vector<memory::desc> layouts = {
+        {{in_features, columns}, OneDnnType(dtype), memory::dims{2 * columns, 2}}};
+    for (const auto tag : Tags(dtype)) layouts.push_back(LayoutOf(in_features, columns, dtype, tag));
+    for (const memory::desc& layout : layouts) {
       SCOPED_TRACE(testing::Message() << in_features << " x " << columns << " of " << row_elements << " from "
-                                      << first_in << ", layout " << static_cast<int>(tag));
-      const memory::desc layout = LayoutOf(in_features, columns, dtype, tag);
-      const BufferRef expected = Allocate(layout.get_size(), 0), packed = Allocate(layout.get_size(), 0xa5);
+                                      << first_in << ", layout " << &layout - layouts.data());
+      const BufferRef expected = Allocate(layout.get_size()), packed = Allocate(layout.get_size());
       memory from({{in_features, columns}, OneDnnType(dtype), memory::dims{1, row_elements}}, CpuEngine(),
                   rows.data() + first_in * width);
       memory to(layout, CpuEngine(), expected->data());
