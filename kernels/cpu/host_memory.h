@@ -1,8 +1,8 @@
 // Host memory for buffers: aligned to cache lines; large blocks mapped on their own, in huge pages where they
 // fit.
 //
-// The system fills mappings with zeros, which takes as long as a layer takes to write them. While a run
-// computes, blocks of one layer are kept for the next.
+// The system fills new mappings with zeros. So that this is not done in each layer, blocks of one are kept for
+// the next while a run computes.
 #ifndef MESHFILL_KERNELS_CPU_HOST_MEMORY_H_
 #define MESHFILL_KERNELS_CPU_HOST_MEMORY_H_
 

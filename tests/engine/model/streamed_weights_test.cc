@@ -59,8 +59,18 @@ class StreamedWeightsTest : public testing::Test {
   std::unique_ptr<StreamedWeights> weights_;
 };
 
+// Nobody else needs what it makes.
+class LoneMaker : public PartMaker {
+ public:
+  void Quit() override {}
+  bool serves_others() const override { return false; }
+  int64_t sent_bytes() const override { return 0; }
+  std::string PartName(int /*part*/) const override { return "the part"; }
+  const char* advice() const override { return "wait"; }
+};
+
 // Reads all the time, for so long, until its one part is there.
-class SlowMaker final : public PartMaker {
+class SlowMaker final : public LoneMaker {
  public:
   explicit SlowMaker(absl::Duration takes) : takes_(takes) {}
 
@@ -73,11 +83,6 @@ class SlowMaker final : public PartMaker {
     }
     return std::make_shared<const WeightPart>();
   }
-  void Quit() override {}
-  bool serves_others() const override { return false; }
-  int64_t sent_bytes() const override { return 0; }
-  std::string PartName(int /*part*/) const override { return "the part"; }
-  const char* advice() const override { return "wait"; }
 
  private:
   const absl::Duration takes_;
@@ -96,7 +101,7 @@ TEST(WeightFeedTest, APartThatIsBeingReadIsWaitedForBeyondTheTimeout) {
 }
 
 // Reads once for each part; keeps how.
-class AskingMaker final : public PartMaker {
+class AskingMaker final : public LoneMaker {
  public:
   explicit AskingMaker(std::vector<PageCache>& answers) : answers_(answers) {}
 
@@ -106,11 +111,6 @@ class AskingMaker final : public PartMaker {
     answers_.push_back(answer);
     return std::make_shared<const WeightPart>();
   }
-  void Quit() override {}
-  bool serves_others() const override { return false; }
-  int64_t sent_bytes() const override { return 0; }
-  std::string PartName(int /*part*/) const override { return "the part"; }
-  const char* advice() const override { return "wait"; }
 
  private:
   std::vector<PageCache>& answers_;
