@@ -1,7 +1,6 @@
 #include "kernels/cpu/gemm.h"
 
 #include <algorithm>
-#include <bit>
 #include <compare>
 #include <cstddef>
 #include <cstring>
@@ -18,27 +17,22 @@
 #include "kernels/cpu/narrow_matrix.h"
 #include "kernels/cpu/onednn.h"
 #include "kernels/cpu/packed_matrix.h"
+#include "kernels/cpu/product_pieces.h"
 #include "kernels/return_if_error.h"
 
 namespace meshfill {
-namespace {
 
 using dnnl::memory;
 
-// Tokens of the largest tile: the weights, which stream through the cache once for each tile, are then read
-// at a few GB/s while a core computes at full speed. On AMX that speed is ten times as high.
-constexpr int64_t MostTileTokens(bool amx) { return amx ? 512 : 128; }
-// Below this a tile is not made smaller so that another thread has one.
-constexpr int64_t kSmallestSharedTile = 16;
-
-// A compiled product of a tile of tokens with some columns of a weight.
-struct Product {
+struct TileProduct {
   memory::desc x, weight, bias, y;  // bias: of no dimensions where there is none
   dnnl::matmul primitive;
   memory::desc scratchpad;
 };
 
-// What a Product depends on.
+namespace {
+
+// What a TileProduct depends on.
 struct ProductKey {
   int64_t tokens, in_features, columns;
   int64_t block_columns;  // columns of the block, `columns` of which are multiplied
@@ -48,7 +42,7 @@ struct ProductKey {
   auto operator<=>(const ProductKey&) const = default;
 };
 
-Product Compile(const ProductKey& key, DType dtype, const memory::desc& weight) {
+TileProduct Compile(const ProductKey& key, DType dtype, const memory::desc& weight) {
   dnnl::primitive_attr attributes;
   // The library's own scratchpad belongs to the thread that created a primitive; ours run on any.
   attributes.set_scratchpad_mode(dnnl::scratchpad_mode::user);
@@ -63,134 +57,6 @@ Product Compile(const ProductKey& key, DType dtype, const memory::desc& weight) 
   const auto operation = key.bias ? dnnl::matmul::desc(x, weight, bias, y) : dnnl::matmul::desc(x, weight, y);
   const dnnl::matmul::primitive_desc compiled(operation, attributes, CpuEngine());
   return {x, weight, bias, y, dnnl::matmul(compiled), compiled.scratchpad_desc()};
-}
-
-// Columns [column, column + columns) of a weight, for tokens (rows, of experts) [begin, end).
-struct Strip {
-  const CpuWeight* weight;
-  const WideStrip* wide;  // null: the weight is narrow, and the columns are what is widened at a time
-  int64_t column, columns;
-  int64_t begin, end;
-};
-
-// A product that a part of a task adds up.
-struct Addend {
-  const Product* product;
-  void* elements;    // of the block, the first of the columns
-  int64_t first_in;  // the block's first input feature
-};
-
-// Columns [column, column + columns) of one strip in a task.
-struct Part {
-  const WideStrip* strip;
-  int64_t column, columns;
-  int64_t y_column;
-  std::vector<Addend> addends = {};  // by block
-
-  bool adds() const { return strip->size() > 1; }
-};
-
-// One task: tokens [token, token + tokens) times columns of a weight, one part after the other.
-struct Piece {
-  const CpuWeight* weight;
-  int64_t token, tokens;
-  int64_t padded_tokens;  // what the kernels are compiled for; results beyond `tokens` are not used
-  std::vector<Part> parts;
-
-  bool padded() const { return padded_tokens > tokens; }
-  bool adds() const { return parts.front().adds(); }
-};
-
-// The strips of one weight that are multiplied together, for the same tokens.
-struct Strips {
-  std::span<const Strip> strips;
-  std::span<const WideStrip* const> wide;  // by strip
-
-  const CpuWeight* weight() const { return strips.front().weight; }
-  int64_t begin() const { return strips.front().begin; }
-  int64_t end() const { return strips.front().end; }
-};
-
-// How many tokens a tile of `tokens` is filled up to: one of a few counts, so that few sizes are ever
-// compiled.
-int64_t PaddedTokens(int64_t tokens) {
-  constexpr int64_t kLeastStep = 8;
-  const auto count = static_cast<uint64_t>(tokens);
-  if (tokens < kLeastStep) return static_cast<int64_t>(std::bit_ceil(count));
-  const int64_t step = std::max(kLeastStep, static_cast<int64_t>(std::bit_floor(count)) / 8);
-  return (tokens + step - 1) / step * step;
-}
-
-// How a product is divided: into tiles of tokens, and each of those into groups of columns.
-struct Cut {
-  int64_t tile_tokens = 0;  // with those that fill it up
-  int64_t groups = 1;
-};
-
-// The fastest for `threads` threads. A part of the columns takes as long as its tokens, and as reading its
-// weights takes; each group has its tile's tokens copied for it.
-Cut BestCut(int64_t tokens, int64_t parts, int threads, int64_t most_tile_tokens) {
-  const double reading = static_cast<double>(most_tile_tokens) / 8, copying = 0.4;  // measured on AMX
-  const int64_t least_tiles = (tokens + most_tile_tokens - 1) / most_tile_tokens;
-  const int64_t even_tiles = (least_tiles + threads - 1) / threads * threads;
-  const int64_t most_tiles = std::max(least_tiles, std::min(even_tiles, tokens / kSmallestSharedTile));
-  Cut best;
-  double least = 0;
-  for (int64_t tiles = least_tiles; tiles <= most_tiles; ++tiles) {
-    for (int64_t groups = 1; groups <= std::min<int64_t>(threads, parts); ++groups) {
-      const int64_t tile_tokens = PaddedTokens((tokens + tiles - 1) / tiles);
-      const auto rows = static_cast<double>(tile_tokens);
-      const auto rounds = static_cast<double>((tiles * groups + threads - 1) / threads);
-      const auto of_group = static_cast<double>((parts + groups - 1) / groups);
-      const double cost = rounds * (of_group * (rows + reading) + copying * rows);
-      if (best.tile_tokens == 0 || cost < least) {
-        best = {tile_tokens, groups};
-        least = cost;
-      }
-    }
-  }
-  return best;
-}
-
-// The columns of the strips, each by itself; of one token, that of each panel.
-std::vector<Part> PartsOf(const Strips& strips) {
-  const bool one_token = strips.end() - strips.begin() == 1;
-  std::vector<Part> parts;
-  for (size_t i = 0; i < strips.strips.size(); ++i) {
-    const Strip& strip = strips.strips[i];
-    const int64_t most = one_token ? kPanelFeatures : strip.columns;
-    for (int64_t column = 0; column < strip.columns; column += most) {
-      const int64_t columns = std::min(most, strip.columns - column);
-      parts.push_back({strips.wide[i], column, columns, strip.column + column});
-    }
-  }
-  return parts;
-}
-
-// oneDNN multiplies one token by 256 features, and few tokens by few columns, without AMX (2.6's
-// brgemm_matmul_utils.cpp), in another order: this many tokens it does not.
-int64_t LeastTileTokens(std::span<const Part> parts) {
-  int64_t columns = parts.front().columns;
-  for (const Part& part : parts) columns = std::min(columns, part.columns);
-  return std::clamp<int64_t>(256 / columns + 1, 2, 33);
-}
-
-void CutProduct(const Strips& strips, bool amx, int threads, std::vector<Piece>& pieces) {
-  const std::vector<Part> parts = PartsOf(strips);
-  auto [tokens, groups] =
-      BestCut(strips.end() - strips.begin(), std::ssize(parts), threads, MostTileTokens(amx));
-  if (amx) tokens = std::max(tokens, LeastTileTokens(parts));
-  for (int64_t token = strips.begin(); token < strips.end(); token += tokens) {
-    for (int64_t group = 0; group < groups; ++group) {
-      const auto first = parts.begin() + group * std::ssize(parts) / groups;
-      const auto last = parts.begin() + (group + 1) * std::ssize(parts) / groups;
-      pieces.push_back({.weight = strips.weight(),
-                        .token = token,
-                        .tokens = std::min(tokens, strips.end() - token),
-                        .padded_tokens = tokens,
-                        .parts = std::vector<Part>(first, last)});
-    }
-  }
 }
 
 }  // namespace
@@ -282,7 +148,7 @@ class CpuGemm::Impl {
         while (last < count && strips[last].weight == strips[first].weight) ++last;
         const Strips of_weight = {strips.subspan(first, last - first),
                                   std::span(wide).subspan(first, last - first)};
-        CutProduct(of_weight, amx_, threads, pieces);
+        CutProduct(of_weight, BestCut(of_weight, amx_, threads), pieces);
       }
       RETURN_IF_ERROR(RunPieces(std::move(pieces), operands, operation, stop));
       strips = strips.subspan(count);
@@ -504,7 +370,7 @@ class CpuGemm::Impl {
     KeepOneDnnSingleThreaded();
     try {
       for (const Addend& addend : part.addends) {
-        const Product& product = *addend.product;
+        const TileProduct& product = *addend.product;
         std::byte* const x_of_block = x + addend.first_in * piece.padded_tokens * DTypeBytes(multiply_dtype_);
         std::unordered_map<int, memory> operands{
             {DNNL_ARG_SRC, memory(product.x, CpuEngine(), x_of_block)},
@@ -528,7 +394,7 @@ class CpuGemm::Impl {
   const bool amx_;              // the products are AMX's
   ThreadPool& pool_;
   std::vector<Worker> workers_;
-  std::map<ProductKey, Product> products_;
+  std::map<ProductKey, TileProduct> products_;
   BufferRef widened_;  // strips of narrow weights, in the layout of the multiplication
   std::deque<WideStrip> widened_strips_;
 };
