@@ -72,6 +72,11 @@ absl::StatusOr<PlanChoice> MakePlan(const ModelShape& model, const PoolSpeed& sp
   }
   std::sort(plans.begin(), plans.end(),
             [](const SketchedPlan& x, const SketchedPlan& y) { return OrderOf(x) < OrderOf(y); });
+  auto taken = plans.begin();
+  for (auto plan = plans.begin(); plan != plans.end(); ++plan) {
+    if (planner.WinsTie(*plan, *taken)) taken = plan;
+  }
+  std::rotate(plans.begin(), taken, taken + 1);
 
   std::vector<PlanCandidate> candidates;
   for (SketchedPlan& plan : plans) {

@@ -27,8 +27,9 @@
 namespace meshfill {
 
 // Candidates are the shapes h · a × b that the model's heads allow and that fit the memory budget (of those,
-// the ones that the caller's tile and head groups leave), by predicted seconds, then by bytes sent, then by
-// peak memory. The plan is the first; its schedule has passed CheckSchedule. INVALID_ARGUMENT: no tokens,
+// the ones that the caller's tile and head groups leave): the plan's, then the others by predicted seconds,
+// then by bytes sent, then by peak memory. The plan is the fastest, unless that gains less than 1 % on one
+// whose layout comes before its own; its schedule has passed CheckSchedule. INVALID_ARGUMENT: no tokens,
 // head groups that the heads or the ranks do not allow (the message has those that they do), a tile that does
 // not multiply to the ranks, bad options, a topology with fewer seats than ranks. FAILED_PRECONDITION: no
 // shape fits the memory budget (the message has the budget, and the smallest that would do with its shape).

@@ -103,6 +103,14 @@ SketchedPlan ShapePlanner::Best(int heads, Tile tile) {
   return *std::move(best);
 }
 
+bool ShapePlanner::WinsTie(const SketchedPlan& plan, const SketchedPlan& faster) const {
+  const auto place = [&](const SketchedPlan& of) {
+    return std::ranges::find(layouts_, of.layout.kind(), &TokenLayout::kind) - layouts_.begin();
+  };
+  return place(plan) < place(faster) &&
+         !(faster.predicted.seconds < plan.predicted.seconds * (1 - kLeastGain));
+}
+
 void ShapePlanner::TryPlacement(int heads, Tile tile, const PlacedLinks& placed,
                                 std::optional<SketchedPlan>& best) {
   for (const TokenLayout& layout : layouts_) {

@@ -36,6 +36,9 @@ class ShapePlanner {
   // The fastest plan of the shape that fits the memory budget; if none does, the one that needs least.
   SketchedPlan Best(int heads, Tile tile);
 
+  // Whether a plan is taken instead of a faster one of another shape: its layout wins ties with the other's.
+  bool WinsTie(const SketchedPlan& plan, const SketchedPlan& faster) const;
+
  private:
   // Plans the shape in every layout and wire dtype. Puts what is better into `best`.
   void TryPlacement(int heads, Tile tile, const PlacedLinks& placed, std::optional<SketchedPlan>& best);
