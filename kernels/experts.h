@@ -16,6 +16,7 @@
 #include <memory>
 #include <span>
 
+#include "kernels/activation.h"
 #include "kernels/buffer.h"
 #include "kernels/device.h"
 
@@ -71,7 +72,22 @@ struct RouteArgs {
   int32_t* tokens_per_expert = nullptr;  // [experts], or null: how many tokens went to each is added
 };
 
-// y[row] = W x[row] + bias for each row, W and bias those of the row's expert.
+// For each row, with the weights and biases of its expert:
+//     y[row] = down · activation(gate_up · x[token of row] + bias) + bias
+// Each product and the activation are rounded to the compute dtype.
+struct ExpertMlpArgs {
+  // By expert, all of one shape, with biases or without.
+  std::span<const std::unique_ptr<PackedWeight>> gate_up;  // [2·width, hidden]
+  std::span<const std::unique_ptr<PackedWeight>> down;     // [hidden, width]
+  ExpertRows rows;
+  int64_t row_count;  // tokens · used
+  GatedActivation activation;
+  const void* x;  // [tokens, hidden], compute dtype
+  void* narrow;   // [row_count, width], compute dtype: scratch
+  void* y;        // [row_count, hidden], compute dtype; before, scratch of [row_count, 2·width]
+};
+
+// One of an MLP's two products, where a device computes them one after the other: y[row] = W x[row] + bias.
 struct ExpertGemmArgs {
   std::span<const std::unique_ptr<PackedWeight>>
       weights;  // by expert, all of one shape, with biases or without
@@ -81,6 +97,32 @@ struct ExpertGemmArgs {
   const void* x;      // [tokens or row_count, in_features], compute dtype
   void* y;            // [row_count, out_features], compute dtype
 };
+
+inline ExpertGemmArgs GateUpProductOf(const ExpertMlpArgs& mlp) {
+  return {.weights = mlp.gate_up,
+          .rows = mlp.rows,
+          .row_count = mlp.row_count,
+          .by_token = true,
+          .x = mlp.x,
+          .y = mlp.y};
+}
+
+inline ActivateArgs ActivationOf(const ExpertMlpArgs& mlp) {
+  return {.activation = mlp.activation,
+          .x = mlp.y,
+          .tokens = mlp.row_count,
+          .width = mlp.down.front()->in_features(),
+          .y = mlp.narrow};
+}
+
+inline ExpertGemmArgs DownProductOf(const ExpertMlpArgs& mlp) {
+  return {.weights = mlp.down,
+          .rows = mlp.rows,
+          .row_count = mlp.row_count,
+          .by_token = false,
+          .x = mlp.narrow,
+          .y = mlp.y};
+}
 
 // x[t] += Σ weight · y[row] over the token's experts, in f32 and by rising expert.
 struct AddExpertsArgs {

@@ -26,6 +26,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "kernels/activation.h"
 #include "kernels/band.h"
 #include "kernels/buffer.h"
 #include "kernels/device.h"
@@ -54,13 +55,13 @@ struct SplitQkvArgs {
   int64_t chunk_tokens;  // tokens in the chunk
   int q_heads;
   int kv_heads;
-  int head_dim;                   // even
-  int rotated_dim;                // even, up to head_dim; the dimensions behind it stay as they are
+  int head_dim;     // even
+  int rotated_dim;  // even, up to head_dim; the dimensions behind it stay as they are
   // RMSNorm weight of Q: [head_dim], or [q_heads·head_dim] with norm_all_heads; null: none.
   const float* q_norm = nullptr;
   // RMSNorm weight of K: [head_dim], or [kv_heads·head_dim] with norm_all_heads; null: none.
   const float* k_norm = nullptr;
-  bool norm_all_heads = false;    // one root mean square for all heads of a token
+  bool norm_all_heads = false;  // one root mean square for all heads of a token
   float norm_eps = 0;
   const float* rope_cos;  // [chunk_tokens, rotated_dim/2], by slot of the chunk
   const float* rope_sin;  // [chunk_tokens, rotated_dim/2]
@@ -115,17 +116,6 @@ struct ApplySinksArgs {
   int heads;
   int64_t tokens;
   int head_dim;
-};
-
-// gpt-oss's activation: y = g · sigmoid(alpha · g) · (u + 1), with g = min(gate, limit), u = up within
-// ±limit.
-struct ClampedSwiGluArgs {
-  const void* x;  // [tokens, width, 2], compute dtype: each gate beside its up
-  int64_t tokens;
-  int64_t width;
-  float alpha;
-  float limit;
-  void* y;  // [tokens, width], compute dtype
 };
 
 // Where the rows of a tensor of heads and slots lie: row (head, slot) is head_dim elements from element
@@ -194,8 +184,8 @@ class Stream {
   virtual absl::Status Download(const void* from, size_t size_bytes, void* host) = 0;
 
   // ---- When operations run.
-  // The point behind the operations called so far; null: they have run. UNAVAILABLE, with its name: the device
-  // has failed.
+  // The point behind the operations called so far; null: they have run. UNAVAILABLE, with its name: the
+  // device has failed.
   virtual absl::StatusOr<std::shared_ptr<const StreamPoint>> Mark() = 0;
   // Returns when all operations called so far have run, with the failure of any of them.
   virtual absl::Status Finish() = 0;
@@ -232,17 +222,11 @@ class Stream {
   // writes from now on. No operation waits for it. Null: it is there.
   virtual absl::StatusOr<std::unique_ptr<HostCopy>> CopyHeadsToHost(const CopyHeadsArgs& args,
                                                                     BufferRef source) = 0;
-  // y = silu(gate) · up, with x = [gate | up] per token.
-  virtual absl::Status SwiGlu(const void* x /* [tokens, 2·width], compute dtype */, int64_t tokens,
-                              int64_t width, void* y /* [tokens, width], compute dtype */) = 0;
-  // The same with GELU in its tanh form: gelu(g) = g/2 · (1 + tanh(√(2/π)·(g + 0.044715·g³))).
-  virtual absl::Status GeGlu(const void* x /* [tokens, 2·width], compute dtype */, int64_t tokens,
-                             int64_t width, void* y /* [tokens, width], compute dtype */) = 0;
-  virtual absl::Status ClampedSwiGlu(const ClampedSwiGluArgs& args) = 0;
-  // The MLP of experts (kernels/experts.h): chooses each token's experts and sorts the rows; multiplies the
-  // rows of every expert; adds what the experts say.
+  virtual absl::Status Activate(const ActivateArgs& args) = 0;
+  // The MLP of experts (kernels/experts.h): chooses each token's experts and sorts the rows; puts the rows of
+  // every expert through its MLP; adds what the experts say.
   virtual absl::Status Route(const RouteArgs& args) = 0;
-  virtual absl::Status ExpertGemm(const ExpertGemmArgs& args) = 0;
+  virtual absl::Status ExpertMlp(const ExpertMlpArgs& args) = 0;
   virtual absl::Status AddExperts(const AddExpertsArgs& args) = 0;
   // Rounds to nearest even; the wire form of partial outputs. `to` is f32 (a copy) or bf16.
   virtual absl::Status Convert(const float* from, int64_t count, DType to_dtype, void* to) = 0;

@@ -1,5 +1,6 @@
 #include "engine/model/layer.h"
 
+#include <algorithm>
 #include <cstddef>
 #include <utility>
 
@@ -30,9 +31,28 @@ absl::StatusOr<LayerBuffers> LayerBuffers::Make(Stream& stream, const SliceWidth
   return buffers;
 }
 
+// Experts want long slices. What has one weight for all tokens goes over a slice a grain at a time, so that
+// what lies between its operations stays in the caches.
+template <class Body>
+absl::Status Layer::ForEachGrain(int64_t tokens, const Body& body) const {
+  const int64_t grain = stream_.device().grain().slice_tokens;
+  for (int64_t begin = 0; begin < tokens; begin += grain) {
+    RETURN_IF_ERROR(body(begin, std::min(grain, tokens - begin)));
+  }
+  return absl::OkStatus();
+}
+
 absl::Status Layer::Project(const float* x, const ChunkSlice& slice, const Heads& heads) const {
+  return ForEachGrain(slice.tokens, [&](int64_t begin, int64_t tokens) {
+    const ChunkSlice grain = {
+        .begin = slice.begin + begin, .tokens = tokens, .chunk_tokens = slice.chunk_tokens};
+    return ProjectGrain(x + begin * shape_.hidden, grain, heads);
+  });
+}
+
+absl::Status Layer::ProjectGrain(const float* x, const ChunkSlice& slice, const Heads& heads) const {
   RETURN_IF_ERROR(Norm(x, weights_.attention_norm, slice.tokens));
-  RETURN_IF_ERROR(Multiply(*weights_.qkv, slice.tokens));
+  RETURN_IF_ERROR(Multiply(*weights_.qkv, buffers_.normed->data(), slice.tokens));
   return stream_.SplitQkv({.qkv = buffers_.wide->data(),
                            .tokens = slice.tokens,
                            .slot_begin = slice.begin,
@@ -53,8 +73,11 @@ absl::Status Layer::Project(const float* x, const ChunkSlice& slice, const Heads
 }
 
 absl::Status Layer::AddAttention(const Attended& attended, const ChunkSlice& slice, float* x) const {
-  RETURN_IF_ERROR(Gather(attended, slice));
-  return AddProduct(*weights_.o, weights_.attention_post_norm, slice.tokens, x);
+  return ForEachGrain(slice.tokens, [&](int64_t begin, int64_t tokens) -> absl::Status {
+    RETURN_IF_ERROR(Gather(
+        attended, {.begin = slice.begin + begin, .tokens = tokens, .chunk_tokens = slice.chunk_tokens}));
+    return AddProduct(*weights_.o, weights_.attention_post_norm, tokens, x + begin * shape_.hidden);
+  });
 }
 
 absl::Status Layer::AddMlp(int64_t tokens, float* x, int32_t* tokens_per_expert) const {
@@ -65,9 +88,16 @@ absl::Status Layer::AddMlp(int64_t tokens, float* x, int32_t* tokens_per_expert)
 
 absl::Status Layer::AddDense(const PackedWeight& gate_up, const PackedWeight& down, int64_t width,
                              int64_t tokens, float* x) const {
-  RETURN_IF_ERROR(Multiply(gate_up, tokens));
-  RETURN_IF_ERROR(Activate(tokens, width));
-  return AddProduct(down, weights_.mlp_post_norm, tokens, x);
+  return ForEachGrain(tokens, [&](int64_t begin, int64_t count) -> absl::Status {
+    const size_t before = static_cast<size_t>(begin * shape_.hidden) * DTypeBytes(shape_.dtype);
+    RETURN_IF_ERROR(Multiply(gate_up, buffers_.normed->data<std::byte>() + before, count));
+    RETURN_IF_ERROR(stream_.Activate({.activation = DenseActivation(),
+                                      .x = buffers_.wide->data(),
+                                      .tokens = count,
+                                      .width = width,
+                                      .y = buffers_.narrow->data()}));
+    return AddProduct(down, weights_.mlp_post_norm, count, x + begin * shape_.hidden);
+  });
 }
 
 absl::Status Layer::AddExperts(int64_t tokens, float* x, int32_t* tokens_per_expert) const {
@@ -89,20 +119,14 @@ absl::Status Layer::AddExperts(int64_t tokens, float* x, int32_t* tokens_per_exp
                                  .rule = shape_.router,
                                  .rows = rows,
                                  .tokens_per_expert = tokens_per_expert}));
-  const int64_t row_count = tokens * used;
-  RETURN_IF_ERROR(stream_.ExpertGemm({.weights = experts.gate_up,
-                                      .rows = rows,
-                                      .row_count = row_count,
-                                      .by_token = true,
-                                      .x = buffers_.normed->data(),
-                                      .y = buffers_.wide->data()}));
-  RETURN_IF_ERROR(ActivateExperts(row_count));
-  RETURN_IF_ERROR(stream_.ExpertGemm({.weights = experts.down,
-                                      .rows = rows,
-                                      .row_count = row_count,
-                                      .by_token = false,
-                                      .x = buffers_.narrow->data(),
-                                      .y = buffers_.wide->data()}));
+  RETURN_IF_ERROR(stream_.ExpertMlp({.gate_up = experts.gate_up,
+                                     .down = experts.down,
+                                     .rows = rows,
+                                     .row_count = tokens * used,
+                                     .activation = ExpertActivation(),
+                                     .x = buffers_.normed->data(),
+                                     .narrow = buffers_.narrow->data(),
+                                     .y = buffers_.wide->data()}));
   return stream_.AddExperts({.y = buffers_.wide->data(),
                              .rows = rows,
                              .tokens = tokens,
@@ -111,25 +135,23 @@ absl::Status Layer::AddExperts(int64_t tokens, float* x, int32_t* tokens_per_exp
                              .x = x});
 }
 
-absl::Status Layer::ActivateExperts(int64_t rows) const {
-  const int64_t width = shape_.experts.width;
-  const SwiGluClamp& clamp = shape_.swiglu_clamp;
-  if (clamp.limit == 0) return Activate(rows, width);
-  return stream_.ClampedSwiGlu({.x = buffers_.wide->data(),
-                                .tokens = rows,
-                                .width = width,
-                                .alpha = clamp.alpha,
-                                .limit = clamp.limit,
-                                .y = buffers_.narrow->data()});
+GatedActivation Layer::DenseActivation() const {
+  return {.gating = shape_.activation == Activation::kGelu ? Gating::kGeGlu : Gating::kSwiGlu};
+}
+
+GatedActivation Layer::ExpertActivation() const {
+  const auto& [alpha, limit] = shape_.swiglu_clamp;
+  if (limit == 0) return DenseActivation();
+  return {.gating = Gating::kClampedSwiGlu, .alpha = alpha, .limit = limit};
 }
 
 absl::Status Layer::Norm(const float* x, const PlacedVector& weight, int64_t tokens) const {
   return stream_.RmsNorm(x, weight.data(), tokens, shape_.hidden, norm_eps_, buffers_.normed->data());
 }
 
-absl::Status Layer::Multiply(const PackedWeight& weight, int64_t tokens) const {
+absl::Status Layer::Multiply(const PackedWeight& weight, const void* normed, int64_t tokens) const {
   return stream_.Gemm({.weight = &weight,
-                       .x = buffers_.normed->data(),
+                       .x = normed,
                        .tokens = tokens,
                        .y = buffers_.wide->data(),
                        .y_dtype = shape_.dtype});
@@ -154,18 +176,6 @@ absl::Status Layer::Gather(const Attended& attended, const ChunkSlice& slice) co
          .head_dim = shape_.head_dim}));
   }
   return absl::OkStatus();
-}
-
-absl::Status Layer::Activate(int64_t rows, int64_t width) const {
-  const void* const gate_up = buffers_.wide->data();
-  void* const y = buffers_.narrow->data();
-  switch (shape_.activation) {
-    case Activation::kSilu:
-      return stream_.SwiGlu(gate_up, rows, width, y);
-    case Activation::kGelu:
-      return stream_.GeGlu(gate_up, rows, width, y);
-  }
-  return absl::InternalError("no such activation");
 }
 
 absl::Status Layer::AddProduct(const PackedWeight& weight, const PlacedVector& post_norm, int64_t tokens,

@@ -107,17 +107,20 @@ class Layer {
   absl::Status AddMlp(int64_t tokens, float* x, int32_t* tokens_per_expert = nullptr) const;
 
  private:
-  absl::Status Norm(const float* x, const PlacedVector& weight, int64_t tokens) const;  // into normed
-  absl::Status Multiply(const PackedWeight& weight, int64_t tokens) const;              // normed into wide
-  absl::Status Gather(const Attended& attended, const ChunkSlice& slice) const;         // into narrow
-  absl::Status Activate(int64_t rows, int64_t width) const;                             // wide into narrow
+  template <class Body>  // body(begin, tokens)
+  absl::Status ForEachGrain(int64_t tokens, const Body& body) const;
+  absl::Status ProjectGrain(const float* x, const ChunkSlice& slice, const Heads& heads) const;
+  absl::Status Norm(const float* x, const PlacedVector& weight, int64_t tokens) const;          // into normed
+  absl::Status Multiply(const PackedWeight& weight, const void* normed, int64_t tokens) const;  // into wide
+  absl::Status Gather(const Attended& attended, const ChunkSlice& slice) const;                 // into narrow
+  GatedActivation DenseActivation() const;
+  GatedActivation ExpertActivation() const;
   // Adds to x the product of narrow and `weight`, normalised first where `post_norm` is not empty.
   absl::Status AddProduct(const PackedWeight& weight, const PlacedVector& post_norm, int64_t tokens,
                           float* x) const;
   absl::Status AddDense(const PackedWeight& gate_up, const PackedWeight& down, int64_t width, int64_t tokens,
                         float* x) const;                                                // reads normed
   absl::Status AddExperts(int64_t tokens, float* x, int32_t* tokens_per_expert) const;  // reads normed
-  absl::Status ActivateExperts(int64_t rows) const;                                     // wide into narrow
 
   const LayerShape& shape_;
   const LayerWeights& weights_;

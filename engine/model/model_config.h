@@ -50,7 +50,7 @@ struct ExpertNames {
   const char* shared_down = "mlp.shared_experts.down_proj";
 };
 
-// The clamped SwiGLU of kernels/stream.h, of gates that lie beside their ups.
+// The clamped SwiGLU of kernels/activation.h, of gates that lie beside their ups.
 struct SwiGluClamp {
   float alpha = 0;
   float limit = 0;  // 0: the plain SwiGLU, of gates that lie before the ups

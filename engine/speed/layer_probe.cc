@@ -133,7 +133,7 @@ absl::StatusOr<BufferRef> Noise(Stream& stream, int64_t elements, DType dtype) {
 }  // namespace
 
 int64_t SliceTokensOf(const ModelShape& model, const Grain& grain) {
-  constexpr int64_t kMostGrains = 4;
+  constexpr int64_t kMostGrains = 8;
   const int64_t one = grain.slice_tokens;
   if (model.experts.count == 0) return one;
   const int64_t wanted = grain.expert_rows * model.experts.count / model.experts.used;

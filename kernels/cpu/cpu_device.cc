@@ -35,7 +35,7 @@ class CpuDevice final : public Device {
   DType dtype() const override { return dtype_; }
   Grain grain() const override {
     if (dtype_ != DType::kBf16 || !OneDnnUsesTiles()) return {};
-    return {.expert_rows = 256, .probe_flops = 4e10};  // as many seconds as elsewhere
+    return {.expert_rows = 512, .probe_flops = 4e10};  // as many seconds as elsewhere
   }
   bool lost() const override { return false; }
 

@@ -88,24 +88,15 @@ absl::Status CpuStream::CopyHeads(const CopyHeadsArgs& args) {
                [&](int64_t begin, int64_t end) { CopyHeadsSlots(args, begin, end); });
 }
 
-absl::Status CpuStream::SwiGlu(const void* x, int64_t tokens, int64_t width, void* y) {
-  const auto* gate_up = static_cast<const std::byte*>(x);
-  const int64_t token_bytes = 2 * width * DTypeBytes(dtype_);
-  return Share("swiglu", tokens, token_bytes, [&](int64_t begin, int64_t end) {
-    SwiGluTokens(gate_up + begin * token_bytes, end - begin, width, dtype_, At(y, begin * width));
-  });
-}
-
-absl::Status CpuStream::ClampedSwiGlu(const ClampedSwiGluArgs& args) {
-  return Share("clamped swiglu", args.tokens, 2 * args.width * DTypeBytes(dtype_),
-               [&](int64_t begin, int64_t end) { ClampedSwiGluTokens(args, dtype_, begin, end); });
-}
-
-absl::Status CpuStream::GeGlu(const void* x, int64_t tokens, int64_t width, void* y) {
-  const auto* gate_up = static_cast<const std::byte*>(x);
-  const int64_t token_bytes = 2 * width * DTypeBytes(dtype_);
-  return Share("geglu", tokens, token_bytes, [&](int64_t begin, int64_t end) {
-    GeGluTokens(gate_up + begin * token_bytes, end - begin, width, dtype_, At(y, begin * width));
+absl::Status CpuStream::Activate(const ActivateArgs& args) {
+  const auto* const x = static_cast<const std::byte*>(args.x);
+  const int64_t token_bytes = 2 * args.width * DTypeBytes(dtype_);
+  return Share("activation", args.tokens, token_bytes, [&](int64_t begin, int64_t end) {
+    ActivateArgs part = args;
+    part.x = x + begin * token_bytes;
+    part.tokens = end - begin;
+    part.y = At(args.y, begin * args.width);
+    ActivateTokens(part, dtype_);
   });
 }
 
@@ -118,7 +109,12 @@ absl::Status CpuStream::Route(const RouteArgs& args) {
   return absl::OkStatus();
 }
 
-absl::Status CpuStream::ExpertGemm(const ExpertGemmArgs& args) { return team_->gemm.RunExperts(args, stop_); }
+absl::Status CpuStream::ExpertMlp(const ExpertMlpArgs& args) {
+  if (team_->gemm.MayRunExpertMlps(args)) return team_->gemm.RunExpertMlps(args, stop_);
+  RETURN_IF_ERROR(team_->gemm.RunExperts(GateUpProductOf(args), stop_));
+  RETURN_IF_ERROR(Activate(ActivationOf(args)));
+  return team_->gemm.RunExperts(DownProductOf(args), stop_);
+}
 
 absl::Status CpuStream::AddExperts(const AddExpertsArgs& args) {
   const int64_t token_bytes = args.width * (sizeof(float) + args.used * DTypeBytes(dtype_));

@@ -41,11 +41,9 @@ class CpuStream final : public HostStream {
   absl::Status MergePartial(const MergePartialArgs& args) override;
   absl::Status ApplySinks(const ApplySinksArgs& args) override;
   absl::Status CopyHeads(const CopyHeadsArgs& args) override;
-  absl::Status SwiGlu(const void* x, int64_t tokens, int64_t width, void* y) override;
-  absl::Status ClampedSwiGlu(const ClampedSwiGluArgs& args) override;
-  absl::Status GeGlu(const void* x, int64_t tokens, int64_t width, void* y) override;
+  absl::Status Activate(const ActivateArgs& args) override;
   absl::Status Route(const RouteArgs& args) override;
-  absl::Status ExpertGemm(const ExpertGemmArgs& args) override;
+  absl::Status ExpertMlp(const ExpertMlpArgs& args) override;
   absl::Status AddExperts(const AddExpertsArgs& args) override;
   absl::Status Convert(const float* from, int64_t count, DType to_dtype, void* to) override;
 

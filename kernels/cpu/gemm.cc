@@ -86,9 +86,64 @@ class CpuGemm::Impl {
       if (begin == end) continue;
       AddStrips(static_cast<const CpuWeight&>(*args.weights[expert]), begin, end, strips);
     }
-    const Operands operands = {
-        .x = args.x, .row_token = args.by_token ? args.rows.token : nullptr, .y = args.y, .y_dtype = dtype_};
-    return RunStrips(strips, /*threads=*/1, operands, "expert gemm", stop);
+    return RunStrips(strips, /*threads=*/1, OperandsOf(args), "expert gemm", stop);
+  }
+
+  bool MayRunExpertMlps(const ExpertMlpArgs& args) const {
+    constexpr int64_t kMostTileBytes = int64_t{16} << 20;
+    const auto is_wide = [](const std::unique_ptr<PackedWeight>& weight) {
+      return !static_cast<const CpuWeight&>(*weight).wide().empty();
+    };
+    const int64_t tile_bytes = MostTileTokens(amx_) * args.gate_up.front()->out_features() *
+                               static_cast<int64_t>(DTypeBytes(dtype_));
+    return tile_bytes <= kMostTileBytes && std::ranges::all_of(args.gate_up, is_wide) &&
+           std::ranges::all_of(args.down, is_wide);
+  }
+
+  absl::Status RunExpertMlps(const ExpertMlpArgs& args, const StopToken* stop) {
+    const Operands gate_up_operands = OperandsOf(GateUpProductOf(args));
+    Operands down_operands = OperandsOf(DownProductOf(args));
+    down_operands.y_is_read_late = true;
+    std::vector<Piece> gate_up, down;
+    int64_t most_tokens = 0;
+    for (size_t expert = 0; expert < args.down.size(); ++expert) {
+      const int64_t begin = args.rows.begin[expert], end = args.rows.begin[expert + 1];
+      if (begin == end) continue;
+      std::vector<Strip> first, second;
+      AddStrips(static_cast<const CpuWeight&>(*args.gate_up[expert]), begin, end, first);
+      AddStrips(static_cast<const CpuWeight&>(*args.down[expert]), begin, end, second);
+      Cut cut = BestCut(first, amx_, /*threads=*/1);
+      cut.tile_tokens = std::max(cut.tile_tokens, BestCut(second, amx_, /*threads=*/1).tile_tokens);
+      CutProduct(first, cut, gate_up);
+      CutProduct(second, cut, down);
+      most_tokens = std::max(most_tokens, cut.tile_tokens);
+    }
+    RETURN_IF_ERROR(Prepare(gate_up_operands, gate_up));
+    RETURN_IF_ERROR(Prepare(down_operands, down));
+    RETURN_IF_ERROR(Reserve(gate_up, gate_up_operands));
+    RETURN_IF_ERROR(Reserve(down, down_operands));
+    const int64_t width = args.down.front()->in_features();
+    for (Worker& worker : workers_) {
+      RETURN_IF_ERROR(Enlarge(worker.wide, most_tokens * 2 * width * DTypeBytes(dtype_)));
+      RETURN_IF_ERROR(Enlarge(worker.narrow, most_tokens * width * DTypeBytes(dtype_)));
+    }
+    return Share(std::ssize(gate_up), "expert mlp", stop, [&](int64_t task, Worker& worker) -> absl::Status {
+      const Piece& piece = gate_up[task];
+      Operands operands = gate_up_operands;
+      operands.y = worker.wide->data();
+      operands.first_y = piece.token;
+      RETURN_IF_ERROR(RunPiece(operands, piece, stop, worker));
+      ActivateTokens({.activation = args.activation,
+                      .x = worker.wide->data(),
+                      .tokens = piece.tokens,
+                      .width = width,
+                      .y = worker.narrow->data()},
+                     dtype_);
+      operands = down_operands;
+      operands.x = worker.narrow->data();
+      operands.first_x = piece.token;
+      return RunPiece(operands, down[task], stop, worker);
+    });
   }
 
  private:
@@ -98,6 +153,7 @@ class CpuGemm::Impl {
     BufferRef scratchpad;
     BufferRef x;  // a tile, where it is not read as it lies: [tokens, in_features of the block] by block
     BufferRef y;  // some columns of a tile, where they are not written where they will lie
+    BufferRef wide, narrow;  // a tile between an expert's two products: [tokens, 2·width], [tokens, width]
     absl::Status status;
   };
 
@@ -108,7 +164,14 @@ class CpuGemm::Impl {
     void* y;
     DType y_dtype;
     bool accumulate = false;
+    int64_t first_x = 0, first_y = 0;  // the rows that x and y begin with
+    bool y_is_read_late = false;       // when the caches have something else
   };
+
+  Operands OperandsOf(const ExpertGemmArgs& args) const {
+    return {
+        .x = args.x, .row_token = args.by_token ? args.rows.token : nullptr, .y = args.y, .y_dtype = dtype_};
+  }
 
   int64_t WidenedBytes(const CpuWeight& weight, int64_t columns) const {
     return weight.in_features() * columns * static_cast<int64_t>(DTypeBytes(multiply_dtype_));
@@ -133,7 +196,7 @@ class CpuGemm::Impl {
 
   // Strips that are wide run all at once, others as many as are widened together. `threads` share the tokens
   // of each weight.
-  absl::Status RunStrips(std::span<const Strip> strips, int threads, const Operands& operands,
+  absl::Status RunStrips(std::span<Strip> strips, int threads, const Operands& operands,
                          const char* operation, const StopToken* stop) {
     while (!strips.empty()) {
       size_t count = 0;
@@ -142,12 +205,11 @@ class CpuGemm::Impl {
         if (strip.wide == nullptr) bytes += WidenedBytes(*strip.weight, strip.columns);
         if (count > 0 && bytes > kWidenedBytes) break;
       }
-      ASSIGN_OR_RETURN(const std::vector<const WideStrip*> wide, Widen(strips.first(count), stop));
+      RETURN_IF_ERROR(Widen(strips.first(count), stop));
       std::vector<Piece> pieces;
       for (size_t first = 0, last = 0; first < count; first = last) {
         while (last < count && strips[last].weight == strips[first].weight) ++last;
-        const Strips of_weight = {strips.subspan(first, last - first),
-                                  std::span(wide).subspan(first, last - first)};
+        const std::span<const Strip> of_weight = strips.subspan(first, last - first);
         CutProduct(of_weight, BestCut(of_weight, amx_, threads), pieces);
       }
       RETURN_IF_ERROR(RunPieces(std::move(pieces), operands, operation, stop));
@@ -156,23 +218,19 @@ class CpuGemm::Impl {
     return absl::OkStatus();
   }
 
-  // Each strip: the weight's own, or of `widened_`, until the next call.
-  absl::StatusOr<std::vector<const WideStrip*>> Widen(std::span<const Strip> strips, const StopToken* stop) {
+  // Gives strips of narrow weights the wide ones of `widened_`, good until the next call.
+  absl::Status Widen(std::span<Strip> strips, const StopToken* stop) {
     struct Tile {
       size_t strip;
       const WideBlock* block;
       const BlockPlaces* places;
       int64_t tile;
     };
-    std::vector<const WideStrip*> wide(strips.size());
     std::vector<std::pair<size_t, StripForm>> forms;  // of strips that are narrow
     int64_t bytes = 0;
     KeepOneDnnSingleThreaded();
     for (size_t i = 0; i < strips.size(); ++i) {
-      if (strips[i].wide != nullptr) {
-        wide[i] = strips[i].wide;
-        continue;
-      }
+      if (strips[i].wide != nullptr) continue;
       try {
         forms.emplace_back(i, StripForm(strips[i].weight->in_features(), strips[i].columns, multiply_dtype_));
       } catch (const dnnl::error& error) {
@@ -180,7 +238,7 @@ class CpuGemm::Impl {
       }
       bytes += forms.back().second.bytes();
     }
-    if (forms.empty()) return wide;
+    if (forms.empty()) return absl::OkStatus();
     if (widened_ == nullptr || static_cast<int64_t>(widened_->size_bytes()) < bytes) {
       widened_ = nullptr;
       ASSIGN_OR_RETURN(widened_, AllocateHostMemory(bytes));
@@ -190,8 +248,8 @@ class CpuGemm::Impl {
     std::vector<Tile> tiles;
     auto* to = widened_->data<std::byte>();
     for (const auto& [i, form] : forms) {
-      wide[i] = &widened_strips_.emplace_back(form.At(std::exchange(to, to + form.bytes())));
-      for (const WideBlock& block : *wide[i]) {
+      strips[i].wide = &widened_strips_.emplace_back(form.At(std::exchange(to, to + form.bytes())));
+      for (const WideBlock& block : *strips[i].wide) {
         places.emplace_back(*block.layout);
         for (int64_t tile = 0; tile * NarrowMatrix::kTileColumns < strips[i].columns; ++tile) {
           tiles.push_back({i, &block, &places.back(), tile});
@@ -204,15 +262,23 @@ class CpuGemm::Impl {
       static_cast<const NarrowMatrix*>(strips[tile.strip].weight)
           ->WidenTile(strips[tile.strip].column, tile.tile, *tile.places, *tile.block);
     });
-    return wide;
+    return absl::OkStatus();
   }
 
   absl::Status RunPieces(std::vector<Piece> pieces, const Operands& operands, const char* operation,
                          const StopToken* stop) {
     RETURN_IF_ERROR(Prepare(operands, pieces));
     RETURN_IF_ERROR(Reserve(pieces, operands));
-    pool_.ParallelFor(std::ssize(pieces), [&](int64_t task, int worker) {
-      workers_[worker].status.Update(RunPiece(operands, pieces[task], stop, workers_[worker]));
+    return Share(std::ssize(pieces), operation, stop, [&](int64_t task, Worker& worker) {
+      return RunPiece(operands, pieces[task], stop, worker);
+    });
+  }
+
+  // task(index, worker) for all tasks, on the team.
+  template <class Task>
+  absl::Status Share(int64_t tasks, const char* operation, const StopToken* stop, const Task& task) {
+    pool_.ParallelFor(tasks, [&](int64_t index, int worker) {
+      workers_[worker].status.Update(task(index, workers_[worker]));
     });
     for (Worker& worker : workers_) {
       if (!worker.status.ok()) return std::exchange(worker.status, absl::OkStatus());
@@ -276,13 +342,18 @@ class CpuGemm::Impl {
       }
     }
     for (Worker& worker : workers_) {
-      for (auto [buffer, bytes] :
-           {std::pair(&worker.scratchpad, scratchpad_bytes), {&worker.x, x_bytes}, {&worker.y, y_bytes}}) {
-        if (*buffer != nullptr && (*buffer)->size_bytes() >= bytes) continue;
-        ASSIGN_OR_RETURN(BufferRef larger, AllocateHostMemory(bytes));
-        *buffer = std::move(larger);
-      }
+      RETURN_IF_ERROR(Enlarge(worker.scratchpad, scratchpad_bytes));
+      RETURN_IF_ERROR(Enlarge(worker.x, x_bytes));
+      RETURN_IF_ERROR(Enlarge(worker.y, y_bytes));
     }
+    return absl::OkStatus();
+  }
+
+  // To at least so many bytes; their contents are lost.
+  static absl::Status Enlarge(BufferRef& buffer, size_t bytes) {
+    if (buffer != nullptr && buffer->size_bytes() >= bytes) return absl::OkStatus();
+    ASSIGN_OR_RETURN(BufferRef larger, AllocateHostMemory(bytes));
+    buffer = std::move(larger);
     return absl::OkStatus();
   }
 
@@ -317,8 +388,9 @@ class CpuGemm::Impl {
   absl::Status RunPart(const Operands& operands, const Piece& piece, const Part& part, std::byte* x,
                        Worker& worker) {
     const int64_t width = piece.weight->out_features();
-    std::byte* const y = static_cast<std::byte*>(operands.y) +
-                         (piece.token * width + part.y_column) * DTypeBytes(operands.y_dtype);
+    std::byte* const y =
+        static_cast<std::byte*>(operands.y) +
+        ((piece.token - operands.first_y) * width + part.y_column) * DTypeBytes(operands.y_dtype);
     if (!copies_y(operands, piece)) return Multiply(piece, part, x, y, worker);
     auto* const copy = worker.y->data<std::byte>();
     const DType dtype = ProductDType(operands, piece);
@@ -336,6 +408,11 @@ class CpuGemm::Impl {
       });
     }
     RETURN_IF_ERROR(Multiply(piece, part, x, copy, worker));
+    if (operands.y_is_read_late && dtype == DType::kF32 && operands.y_dtype == DType::kBf16) {
+      RoundRowsPastCaches(worker.y->data<float>(), piece.tokens, part.columns, width,
+                          reinterpret_cast<BFloat16*>(y));
+      return absl::OkStatus();
+    }
     for_each_copy([&](const std::byte* product, std::byte* rows, int64_t elements) {
       ConvertValues(product, dtype, elements, operands.y_dtype, rows);
     });
@@ -346,7 +423,7 @@ class CpuGemm::Impl {
     const int64_t token =
         operands.row_token == nullptr ? piece.token + row : operands.row_token[piece.token + row];
     return static_cast<const std::byte*>(operands.x) +
-           token * piece.weight->in_features() * DTypeBytes(dtype_);
+           (token - operands.first_x) * piece.weight->in_features() * DTypeBytes(dtype_);
   }
 
   // The piece's rows of x in multiply_dtype_, side by side for each block; those that fill it up are 0.
@@ -403,6 +480,12 @@ CpuGemm::CpuGemm(DType dtype, ThreadPool& pool) : impl_(std::make_unique<Impl>(d
 CpuGemm::~CpuGemm() = default;
 
 absl::Status CpuGemm::Run(const GemmArgs& args, const StopToken* stop) { return impl_->Run(args, stop); }
+
+bool CpuGemm::MayRunExpertMlps(const ExpertMlpArgs& args) const { return impl_->MayRunExpertMlps(args); }
+
+absl::Status CpuGemm::RunExpertMlps(const ExpertMlpArgs& args, const StopToken* stop) {
+  return impl_->RunExpertMlps(args, stop);
+}
 
 absl::Status CpuGemm::RunExperts(const ExpertGemmArgs& args, const StopToken* stop) {
   return impl_->RunExperts(args, stop);

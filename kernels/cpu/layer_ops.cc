@@ -6,6 +6,8 @@
 #include <limits>
 #include <type_traits>
 
+#include "hwy/cache_control.h"
+
 // Compiled once for each instruction set below, and chosen at run time.
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "kernels/cpu/layer_ops.cc"
@@ -75,7 +77,7 @@ HWY_INLINE void StoreF32(D d, hn::Vec<D> value, float* to) {
 
 // BFloat16::FromFloat in vectors. Not the machine's own conversion, which flushes subnormal numbers.
 template <class D>
-HWY_INLINE void StoreF32(D d, hn::Vec<D> value, BFloat16* to) {
+HWY_INLINE hn::Vec<hn::Rebind<uint16_t, D>> RoundToBf16(D, hn::Vec<D> value) {
   const hn::Rebind<uint16_t, D> d16;
   const hn::RebindToUnsigned<D> d32;
   const auto bits = hn::BitCast(d32, value);
@@ -84,8 +86,12 @@ HWY_INLINE void StoreF32(D d, hn::Vec<D> value, BFloat16* to) {
   const auto rounded = hn::ShiftRight<16>(hn::Add(bits, hn::Add(odd, hn::Set(d32, 0x7fff))));
   const auto quiet_nan = hn::Or(upper, hn::Set(d32, 0x40));
   const auto is_nan = hn::RebindMask(d32, hn::IsNaN(value));
-  hn::StoreU(hn::TruncateTo(d16, hn::IfThenElse(is_nan, quiet_nan, rounded)), d16,
-             reinterpret_cast<uint16_t*>(to));
+  return hn::TruncateTo(d16, hn::IfThenElse(is_nan, quiet_nan, rounded));
+}
+
+template <class D>
+HWY_INLINE void StoreF32(D d, hn::Vec<D> value, BFloat16* to) {
+  hn::StoreU(RoundToBf16(d, value), hn::Rebind<uint16_t, D>(), reinterpret_cast<uint16_t*>(to));
 }
 
 // body(d, i) for whole vectors from 0 on, then element by element to `count`.
@@ -151,6 +157,23 @@ void Convert(const void* from, DType from_dtype, int64_t count, DType to_dtype, 
     case DType::kF4E2M1:
       return;  // have scales: NarrowMatrix
   }
+}
+
+void RoundPastCaches(const float* from, int64_t rows, int64_t columns, int64_t to_stride, BFloat16* to) {
+  const hn::ScalableTag<float> d;
+  const hn::Rebind<uint16_t, decltype(d)> d16;
+  const int64_t lanes = hn::Lanes(d), vector_bytes = lanes * static_cast<int64_t>(sizeof(BFloat16));
+  constexpr int64_t kLeastStreamed = 16;  // bytes
+  for (int64_t row = 0; row < rows; ++row, from += columns, to += to_stride) {
+    int64_t i = 0;
+    if (vector_bytes >= kLeastStreamed && reinterpret_cast<uintptr_t>(to) % vector_bytes == 0) {
+      for (; i + lanes <= columns; i += lanes) {
+        hn::Stream(RoundToBf16(d, LoadF32(d, from + i)), d16, reinterpret_cast<uint16_t*>(to + i));
+      }
+    }
+    ConvertRow(from + i, columns - i, to + i);
+  }
+  hwy::FlushStream();
 }
 
 template <class T>
@@ -365,58 +388,53 @@ struct Gelu {
   }
 };
 
-// activation(gate) · up.
-template <class Activation, class T>
-void GatedTokensOf(const T* x, int64_t tokens, int64_t width, T* y) {
-  for (int64_t token = 0; token < tokens; ++token, x += 2 * width, y += width) {
+// gate(g) · up.
+template <class Gate, class T>
+void GatedTokens(const ActivateArgs& args) {
+  const T* x = static_cast<const T*>(args.x);
+  T* y = static_cast<T*>(args.y);
+  const int64_t width = args.width;
+  for (int64_t token = 0; token < args.tokens; ++token, x += 2 * width, y += width) {
     Sweep(width, [&](auto d, int64_t i) HWY_ATTR {
       const auto gate = LoadF32(d, x + i), up = LoadF32(d, x + width + i);
-      StoreF32(d, hn::Mul(Activation()(d, gate), up), y + i);
+      StoreF32(d, hn::Mul(Gate()(d, gate), up), y + i);
     });
   }
 }
 
-template <class Activation>
-void GatedTokens(const void* x, int64_t tokens, int64_t width, DType dtype, void* y) {
-  if (dtype == DType::kF32) {
-    GatedTokensOf<Activation>(static_cast<const float*>(x), tokens, width, static_cast<float*>(y));
-  } else {
-    GatedTokensOf<Activation>(static_cast<const BFloat16*>(x), tokens, width, static_cast<BFloat16*>(y));
-  }
-}
-
-void SwiGlu(const void* x, int64_t tokens, int64_t width, DType dtype, void* y) {
-  GatedTokens<Silu>(x, tokens, width, dtype, y);
-}
-
-void GeGlu(const void* x, int64_t tokens, int64_t width, DType dtype, void* y) {
-  GatedTokens<Gelu>(x, tokens, width, dtype, y);
-}
-
 template <class T>
-void ClampedSwiGluTokensOf(const ClampedSwiGluArgs& args, int64_t begin, int64_t end) {
-  const int64_t width = args.width;
+void ClampedSwiGluTokens(const ActivateArgs& args) {
   const T* const x = static_cast<const T*>(args.x);
   T* const y = static_cast<T*>(args.y);
-  Sweep((end - begin) * width, [&](auto d, int64_t i) HWY_ATTR {
-    const int64_t at = begin * width + i;
+  Sweep(args.tokens * args.width, [&](auto d, int64_t i) HWY_ATTR {
     hn::Vec<decltype(d)> gate, up;
-    LoadPairs(d, x + 2 * at, gate, up);
+    LoadPairs(d, x + 2 * i, gate, up);
     // Selects, not minima, of which a NaN would not come through.
-    const auto limit = hn::Set(d, args.limit), least = hn::Set(d, -args.limit);
+    const auto limit = hn::Set(d, args.activation.limit), least = hn::Set(d, -args.activation.limit);
     gate = hn::IfThenElse(hn::Gt(gate, limit), limit, gate);
     up = hn::IfThenElse(hn::Gt(up, limit), limit, hn::IfThenElse(hn::Lt(up, least), least, up));
-    const auto exp = hn::Exp(d, hn::Min(hn::Mul(hn::Set(d, -args.alpha), gate), hn::Set(d, 104.0f)));
-    const auto glu = hn::Div(gate, hn::Add(hn::Set(d, 1.0f), exp));
-    StoreF32(d, hn::Mul(hn::Add(up, hn::Set(d, 1.0f)), glu), y + at);
+    const auto steepness = hn::Mul(hn::Set(d, args.activation.alpha), gate);
+    StoreF32(d, hn::Mul(hn::Add(up, hn::Set(d, 1.0f)), TimesSigmoid(d, gate, steepness)), y + i);
   });
 }
 
-void ClampedSwiGlu(const ClampedSwiGluArgs& args, DType dtype, int64_t begin, int64_t end) {
+template <class T>
+void ActivateTokensOf(const ActivateArgs& args) {
+  switch (args.activation.gating) {
+    case Gating::kSwiGlu:
+      return GatedTokens<Silu, T>(args);
+    case Gating::kGeGlu:
+      return GatedTokens<Gelu, T>(args);
+    case Gating::kClampedSwiGlu:
+      return ClampedSwiGluTokens<T>(args);
+  }
+}
+
+void Activate(const ActivateArgs& args, DType dtype) {
   if (dtype == DType::kF32) {
-    ClampedSwiGluTokensOf<float>(args, begin, end);
+    ActivateTokensOf<float>(args);
   } else {
-    ClampedSwiGluTokensOf<BFloat16>(args, begin, end);
+    ActivateTokensOf<BFloat16>(args);
   }
 }
 
@@ -454,6 +472,7 @@ HWY_AFTER_NAMESPACE();
 namespace meshfill {
 
 HWY_EXPORT(Convert);
+HWY_EXPORT(RoundPastCaches);
 HWY_EXPORT(RmsNorm);
 HWY_EXPORT(AddRmsNorm);
 HWY_EXPORT(Scale);
@@ -461,9 +480,7 @@ HWY_EXPORT(SplitQkv);
 HWY_EXPORT(MergePartial);
 HWY_EXPORT(ApplySinks);
 HWY_EXPORT(CopyHeads);
-HWY_EXPORT(SwiGlu);
-HWY_EXPORT(ClampedSwiGlu);
-HWY_EXPORT(GeGlu);
+HWY_EXPORT(Activate);
 HWY_EXPORT(AddExperts);
 
 void ConvertValues(const void* from, DType from_dtype, int64_t count, DType to_dtype, void* to) {
@@ -472,6 +489,10 @@ void ConvertValues(const void* from, DType from_dtype, int64_t count, DType to_d
     return;
   }
   HWY_DYNAMIC_DISPATCH(Convert)(from, from_dtype, count, to_dtype, to);
+}
+
+void RoundRowsPastCaches(const float* from, int64_t rows, int64_t columns, int64_t to_stride, BFloat16* to) {
+  HWY_DYNAMIC_DISPATCH(RoundPastCaches)(from, rows, columns, to_stride, to);
 }
 
 void RmsNormRows(const float* x, const float* weight, int64_t rows, int64_t width, float eps, DType dtype,
@@ -501,17 +522,7 @@ void CopyHeadsSlots(const CopyHeadsArgs& args, int64_t begin, int64_t end) {
   HWY_DYNAMIC_DISPATCH(CopyHeads)(args, begin, end);
 }
 
-void SwiGluTokens(const void* x, int64_t tokens, int64_t width, DType dtype, void* y) {
-  HWY_DYNAMIC_DISPATCH(SwiGlu)(x, tokens, width, dtype, y);
-}
-
-void ClampedSwiGluTokens(const ClampedSwiGluArgs& args, DType dtype, int64_t begin, int64_t end) {
-  HWY_DYNAMIC_DISPATCH(ClampedSwiGlu)(args, dtype, begin, end);
-}
-
-void GeGluTokens(const void* x, int64_t tokens, int64_t width, DType dtype, void* y) {
-  HWY_DYNAMIC_DISPATCH(GeGlu)(x, tokens, width, dtype, y);
-}
+void ActivateTokens(const ActivateArgs& args, DType dtype) { HWY_DYNAMIC_DISPATCH(Activate)(args, dtype); }
 
 void AddExpertsTokens(const AddExpertsArgs& args, DType dtype, int64_t begin, int64_t end) {
   HWY_DYNAMIC_DISPATCH(AddExperts)(args, dtype, begin, end);

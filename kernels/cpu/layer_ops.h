@@ -15,6 +15,10 @@ namespace meshfill {
 // to[i] = from[i]; `from_dtype` is any without scales, `to_dtype` is f32 or bf16. bf16 to bf16 copies.
 void ConvertValues(const void* from, DType from_dtype, int64_t count, DType to_dtype, void* to);
 
+// [rows, columns] to rows `to_stride` elements apart, past the caches where `to` is aligned: nobody reads it
+// soon.
+void RoundRowsPastCaches(const float* from, int64_t rows, int64_t columns, int64_t to_stride, BFloat16* to);
+
 // Normalises `rows` rows of `width`.
 void RmsNormRows(const float* x, const float* weight, int64_t rows, int64_t width, float eps, DType dtype,
                  void* y);
@@ -35,12 +39,7 @@ void ApplySinksRows(const ApplySinksArgs& args, int64_t begin, int64_t end);
 // Slots [begin, end).
 void CopyHeadsSlots(const CopyHeadsArgs& args, int64_t begin, int64_t end);
 
-// `tokens` tokens: x [tokens, 2·width] to y [tokens, width].
-void SwiGluTokens(const void* x, int64_t tokens, int64_t width, DType dtype, void* y);
-void GeGluTokens(const void* x, int64_t tokens, int64_t width, DType dtype, void* y);
-
-// Tokens [begin, end).
-void ClampedSwiGluTokens(const ClampedSwiGluArgs& args, DType dtype, int64_t begin, int64_t end);
+void ActivateTokens(const ActivateArgs& args, DType dtype);
 
 // Tokens [begin, end).
 void AddExpertsTokens(const AddExpertsArgs& args, DType dtype, int64_t begin, int64_t end);

@@ -6,26 +6,24 @@
 namespace meshfill {
 namespace {
 
-// Tokens of the largest tile: the weights, which stream through the cache once for each tile, are then read
-// at a few GB/s while a core computes at full speed. On AMX that speed is ten times as high.
-constexpr int64_t MostTileTokens(bool amx) { return amx ? 512 : 128; }
 // Below this a tile is not made smaller so that another thread has one.
 constexpr int64_t kSmallestSharedTile = 16;
 
 // How many tokens a tile of `tokens` is filled up to: one of a few counts, so that few sizes are ever
 // compiled.
 int64_t PaddedTokens(int64_t tokens) {
-  constexpr int64_t kLeastStep = 8;
+  constexpr int64_t kLeastStep = 8, kMostStep = 32;
   const auto count = static_cast<uint64_t>(tokens);
   if (tokens < kLeastStep) return static_cast<int64_t>(std::bit_ceil(count));
-  const int64_t step = std::max(kLeastStep, static_cast<int64_t>(std::bit_floor(count)) / 8);
+  const int64_t step = std::clamp(static_cast<int64_t>(std::bit_floor(count)) / 8, kLeastStep, kMostStep);
   return (tokens + step - 1) / step * step;
 }
 
 // The fastest for `threads` threads. A part of the columns takes as long as its tokens, and as reading its
 // weights takes; each group has its tile's tokens copied for it.
-Cut FastestCut(int64_t tokens, int64_t parts, int threads, int64_t most_tile_tokens) {
-  const double reading = static_cast<double>(most_tile_tokens) / 8, copying = 0.4;  // measured on AMX
+Cut FastestCut(int64_t tokens, int64_t parts, int threads, bool amx) {
+  const double reading = amx ? 64 : 16, copying = 0.4;  // tokens' time; measured on AMX
+  const int64_t most_tile_tokens = MostTileTokens(amx);
   const int64_t least_tiles = (tokens + most_tile_tokens - 1) / most_tile_tokens;
   const int64_t even_tiles = (least_tiles + threads - 1) / threads * threads;
   const int64_t most_tiles = std::max(least_tiles, std::min(even_tiles, tokens / kSmallestSharedTile));
@@ -48,15 +46,14 @@ Cut FastestCut(int64_t tokens, int64_t parts, int threads, int64_t most_tile_tok
 }
 
 // The columns of the strips, each by itself; of one token, that of each panel.
-std::vector<Part> PartsOf(const Strips& strips) {
-  const bool one_token = strips.end() - strips.begin() == 1;
+std::vector<Part> PartsOf(std::span<const Strip> strips) {
   std::vector<Part> parts;
-  for (size_t i = 0; i < strips.strips.size(); ++i) {
-    const Strip& strip = strips.strips[i];
+  for (const Strip& strip : strips) {
+    const bool one_token = strip.end - strip.begin == 1;
     const int64_t most = one_token ? kPanelFeatures : strip.columns;
     for (int64_t column = 0; column < strip.columns; column += most) {
       const int64_t columns = std::min(most, strip.columns - column);
-      parts.push_back({strips.wide[i], column, columns, strip.column + column});
+      parts.push_back({strip.wide, column, columns, strip.column + column});
     }
   }
   return parts;
@@ -72,23 +69,28 @@ int64_t LeastTileTokens(std::span<const Part> parts) {
 
 }  // namespace
 
-Cut BestCut(const Strips& strips, bool amx, int threads) {
+// The weights, which stream through the cache once for each tile, are then read at a few GB/s while a core
+// computes at full speed. On AMX that speed is ten times as high.
+int64_t MostTileTokens(bool amx) { return amx ? 768 : 128; }
+
+Cut BestCut(std::span<const Strip> strips, bool amx, int threads) {
   const std::vector<Part> parts = PartsOf(strips);
-  Cut cut = FastestCut(strips.end() - strips.begin(), std::ssize(parts), threads, MostTileTokens(amx));
+  Cut cut = FastestCut(strips.front().end - strips.front().begin, std::ssize(parts), threads, amx);
   if (amx) cut.tile_tokens = std::max(cut.tile_tokens, LeastTileTokens(parts));
   return cut;
 }
 
-void CutProduct(const Strips& strips, const Cut& cut, std::vector<Piece>& pieces) {
+void CutProduct(std::span<const Strip> strips, const Cut& cut, std::vector<Piece>& pieces) {
   const std::vector<Part> parts = PartsOf(strips);
   const auto [tokens, groups] = cut;
-  for (int64_t token = strips.begin(); token < strips.end(); token += tokens) {
+  const Strip& strip = strips.front();
+  for (int64_t token = strip.begin; token < strip.end; token += tokens) {
     for (int64_t group = 0; group < groups; ++group) {
       const auto first = parts.begin() + group * std::ssize(parts) / groups;
       const auto last = parts.begin() + (group + 1) * std::ssize(parts) / groups;
-      pieces.push_back({.weight = strips.weight(),
+      pieces.push_back({.weight = strip.weight,
                         .token = token,
-                        .tokens = std::min(tokens, strips.end() - token),
+                        .tokens = std::min(tokens, strip.end - token),
                         .padded_tokens = tokens,
                         .parts = std::vector<Part>(first, last)});
     }

@@ -15,7 +15,7 @@ struct TileProduct;  // gemm.cc: a tile of tokens times some columns of a weight
 // Columns [column, column + columns) of a weight, for tokens (rows, of experts) [begin, end).
 struct Strip {
   const CpuWeight* weight;
-  const WideStrip* wide;  // null: the weight is narrow, and the columns are what is widened at a time
+  const WideStrip* wide;  // null: a narrow weight, of which so many columns are widened at a time
   int64_t column, columns;
   int64_t begin, end;
 };
@@ -48,27 +48,20 @@ struct Piece {
   bool adds() const { return parts.front().adds(); }
 };
 
-// The strips of one weight that are multiplied together, for the same tokens.
-struct Strips {
-  std::span<const Strip> strips;
-  std::span<const WideStrip* const> wide;  // by strip
-
-  const CpuWeight* weight() const { return strips.front().weight; }
-  int64_t begin() const { return strips.front().begin; }
-  int64_t end() const { return strips.front().end; }
-};
-
 // How a product is divided: into tiles of tokens, and each of those into groups of columns.
 struct Cut {
   int64_t tile_tokens = 0;  // with those that fill it up
   int64_t groups = 1;
 };
 
-// The fastest for `threads` threads. `amx`: AMX multiplies.
-Cut BestCut(const Strips& strips, bool amx, int threads);
+// Tokens of the largest tile. `amx`: AMX multiplies.
+int64_t MostTileTokens(bool amx);
+
+// The fastest for `threads` threads. Strips: of one weight, for the same tokens, all of them wide.
+Cut BestCut(std::span<const Strip> strips, bool amx, int threads);
 
 // Adds the pieces of such a cut, first token to last.
-void CutProduct(const Strips& strips, const Cut& cut, std::vector<Piece>& pieces);
+void CutProduct(std::span<const Strip> strips, const Cut& cut, std::vector<Piece>& pieces);
 
 }  // namespace meshfill
 

@@ -161,28 +161,21 @@ absl::StatusOr<std::unique_ptr<HostCopy>> CudaStream::CopyHeadsToHost(const Copy
   return lane_.host_copies->Start(args, std::move(source), *std::move(ready), stop_, shared_.health);
 }
 
-absl::Status CudaStream::SwiGlu(const void* x, int64_t tokens, int64_t width, void* y) {
-  return Do("swiglu", [&] {
-    return LaunchSwiGlu(static_cast<const BFloat16*>(x), tokens, width, static_cast<BFloat16*>(y), queue());
-  });
-}
-
-absl::Status CudaStream::GeGlu(const void* x, int64_t tokens, int64_t width, void* y) {
-  return Do("geglu", [&] {
-    return LaunchGeGlu(static_cast<const BFloat16*>(x), tokens, width, static_cast<BFloat16*>(y), queue());
-  });
-}
-
-absl::Status CudaStream::ClampedSwiGlu(const ClampedSwiGluArgs& args) {
-  return Do("clamped swiglu", [&] { return LaunchClampedSwiGlu(args, queue()); });
+absl::Status CudaStream::Activate(const ActivateArgs& args) {
+  return Do("activation", [&] { return LaunchActivate(args, queue()); });
 }
 
 absl::Status CudaStream::Route(const RouteArgs& args) {
   return Do("route", [&] { return LaunchRoute(args, queue()); });
 }
 
-absl::Status CudaStream::ExpertGemm(const ExpertGemmArgs& args) {
-  return Multiply("expert gemm", [&] { return shared_.gemm.RunExperts(args, lane_); });
+absl::Status CudaStream::ExpertMlp(const ExpertMlpArgs& args) {
+  const auto multiply = [&](const ExpertGemmArgs& product) {
+    return Multiply("expert gemm", [&] { return shared_.gemm.RunExperts(product, lane_); });
+  };
+  RETURN_IF_ERROR(multiply(GateUpProductOf(args)));
+  RETURN_IF_ERROR(Activate(ActivationOf(args)));
+  return multiply(DownProductOf(args));
 }
 
 absl::Status CudaStream::AddExperts(const AddExpertsArgs& args) {

@@ -52,11 +52,9 @@ class CudaStream final : public Stream {
   absl::Status CopyHeads(const CopyHeadsArgs& args) override;
   absl::StatusOr<std::unique_ptr<HostCopy>> CopyHeadsToHost(const CopyHeadsArgs& args,
                                                             BufferRef source) override;
-  absl::Status SwiGlu(const void* x, int64_t tokens, int64_t width, void* y) override;
-  absl::Status GeGlu(const void* x, int64_t tokens, int64_t width, void* y) override;
-  absl::Status ClampedSwiGlu(const ClampedSwiGluArgs& args) override;
+  absl::Status Activate(const ActivateArgs& args) override;
   absl::Status Route(const RouteArgs& args) override;
-  absl::Status ExpertGemm(const ExpertGemmArgs& args) override;
+  absl::Status ExpertMlp(const ExpertMlpArgs& args) override;
   absl::Status AddExperts(const AddExpertsArgs& args) override;
   absl::Status Convert(const float* from, int64_t count, DType to_dtype, void* to) override;
 

@@ -35,7 +35,7 @@ class CudaGemm {
   // Stream::Gemm, for weights that Pack made: enqueued.
   virtual absl::Status Run(const GemmArgs& args, const CudaLane& lane) = 0;
 
-  // Stream::ExpertGemm, likewise: by a kernel of ours (expert_gemm.cuh).
+  // One of Stream::ExpertMlp's products, likewise: by a kernel of ours (expert_gemm.cuh).
   virtual absl::Status RunExperts(const ExpertGemmArgs& args, const CudaLane& lane) = 0;
 };
 

@@ -242,7 +242,8 @@ struct LayerKernels {
 
   // `vectors` vectors of kVector gates, each beside its up.
   template <int kVector>
-  static MESHFILL_DEVICE void ClampedSwiGlu(const ClampedSwiGluArgs& args, int64_t vectors) {
+  static MESHFILL_DEVICE void ClampedSwiGlu(const ActivateArgs& args, int64_t vectors) {
+    const float alpha = args.activation.alpha, limit = args.activation.limit;
     const BFloat16* x = static_cast<const BFloat16*>(args.x);
     BFloat16* y = static_cast<BFloat16*>(args.y);
     for (int64_t i = FirstThreadRow(); i < vectors; i += ThreadRowStride()) {
@@ -250,10 +251,10 @@ struct LayerKernels {
       LoadVector(x + 2 * i * kVector, pairs);
       for (int e = 0; e < kVector; ++e) {
         float gate = pairs[2 * e], up = pairs[2 * e + 1];
-        if (gate > args.limit) gate = args.limit;
-        if (up > args.limit) up = args.limit;
-        if (up < -args.limit) up = -args.limit;
-        values[e] = gate / (1 + expf(-args.alpha * gate)) * (up + 1);
+        if (gate > limit) gate = limit;
+        if (up > limit) up = limit;
+        if (up < -limit) up = -limit;
+        values[e] = gate / (1 + expf(-alpha * gate)) * (up + 1);
       }
       StoreVector(values, y + i * kVector);
     }

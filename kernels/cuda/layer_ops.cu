@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(kLayerThreads)
 
 template <int kVector>
 __global__ void __launch_bounds__(kLayerThreads)
-    ClampedSwiGluKernel(const __grid_constant__ ClampedSwiGluArgs args, int64_t vectors) {
+    ClampedSwiGluKernel(const __grid_constant__ ActivateArgs args, int64_t vectors) {
   Kernels::ClampedSwiGlu<kVector>(args, vectors);
 }
 
@@ -206,25 +206,25 @@ absl::Status LaunchCopyHeads(const CopyHeadsArgs& args, CUstream_st* stream) {
                 Kernels::CopyHeadsDivisors(args));
 }
 
-absl::Status LaunchSwiGlu(const BFloat16* x, int64_t tokens, int64_t width, BFloat16* y,
-                          CUstream_st* stream) {
-  const bool vectors = FitsVectors(x, DType::kBf16, 8, {width}) && FitsVectors(y, DType::kBf16, 8, {width});
-  return Launch("swiglu", tokens, 1, stream, vectors ? SwiGluKernel<8> : SwiGluKernel<1>, x, tokens, width,
-                y);
-}
-
-absl::Status LaunchGeGlu(const BFloat16* x, int64_t tokens, int64_t width, BFloat16* y, CUstream_st* stream) {
-  const bool vectors = FitsVectors(x, DType::kBf16, 8, {width}) && FitsVectors(y, DType::kBf16, 8, {width});
-  return Launch("geglu", tokens, 1, stream, vectors ? GeGluKernel<8> : GeGluKernel<1>, x, tokens, width, y);
-}
-
-absl::Status LaunchClampedSwiGlu(const ClampedSwiGluArgs& args, CUstream_st* stream) {
-  const int64_t count = args.tokens * args.width;
-  const bool vectors =
-      FitsVectors(args.x, DType::kBf16, 8, {}) && FitsVectors(args.y, DType::kBf16, 4, {count});
-  const int64_t rows = vectors ? count / 4 : count;
-  return Launch("clamped swiglu", rows, kLayerThreads, stream,
-                vectors ? ClampedSwiGluKernel<4> : ClampedSwiGluKernel<1>, args, rows);
+absl::Status LaunchActivate(const ActivateArgs& args, CUstream_st* stream) {
+  if (args.activation.gating == Gating::kClampedSwiGlu) {
+    const int64_t count = args.tokens * args.width;
+    const bool vectors =
+        FitsVectors(args.x, DType::kBf16, 8, {}) && FitsVectors(args.y, DType::kBf16, 4, {count});
+    const int64_t rows = vectors ? count / 4 : count;
+    return Launch("clamped swiglu", rows, kLayerThreads, stream,
+                  vectors ? ClampedSwiGluKernel<4> : ClampedSwiGluKernel<1>, args, rows);
+  }
+  const bool vectors = FitsVectors(args.x, DType::kBf16, 8, {args.width}) &&
+                       FitsVectors(args.y, DType::kBf16, 8, {args.width});
+  const auto launch = [&](const char* name, auto kernel) {
+    return Launch(name, args.tokens, 1, stream, kernel, static_cast<const BFloat16*>(args.x), args.tokens,
+                  args.width, static_cast<BFloat16*>(args.y));
+  };
+  if (args.activation.gating == Gating::kGeGlu) {
+    return launch("geglu", vectors ? GeGluKernel<8> : GeGluKernel<1>);
+  }
+  return launch("swiglu", vectors ? SwiGluKernel<8> : SwiGluKernel<1>);
 }
 
 absl::Status LaunchConvert(const void* from, DType from_dtype, int64_t count, DType to_dtype, void* to,

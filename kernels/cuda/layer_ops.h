@@ -26,9 +26,7 @@ absl::Status LaunchSplitQkv(const SplitQkvArgs& args, CUstream_st* stream);
 absl::Status LaunchMergePartial(const MergePartialArgs& args, CUstream_st* stream);
 absl::Status LaunchApplySinks(const ApplySinksArgs& args, CUstream_st* stream);
 absl::Status LaunchCopyHeads(const CopyHeadsArgs& args, CUstream_st* stream);
-absl::Status LaunchSwiGlu(const BFloat16* x, int64_t tokens, int64_t width, BFloat16* y, CUstream_st* stream);
-absl::Status LaunchGeGlu(const BFloat16* x, int64_t tokens, int64_t width, BFloat16* y, CUstream_st* stream);
-absl::Status LaunchClampedSwiGlu(const ClampedSwiGluArgs& args, CUstream_st* stream);
+absl::Status LaunchActivate(const ActivateArgs& args, CUstream_st* stream);
 // Converts f32, bf16 or f16 to f32 or bf16.
 absl::Status LaunchConvert(const void* from, DType from_dtype, int64_t count, DType to_dtype, void* to,
                            CUstream_st* stream);

@@ -171,36 +171,14 @@ class ReferenceStream final : public HostStream {
     return Done();
   }
 
-  absl::Status SwiGlu(const void* x, int64_t tokens, int64_t width, void* y) override {
-    for (int64_t t = 0; t < tokens; ++t) {
-      for (int64_t i = 0; i < width; ++i) {
-        const double gate = Load(x, dtype_, t * 2 * width + i);
-        const double up = Load(x, dtype_, t * 2 * width + width + i);
-        Store(y, dtype_, t * width + i, gate / (1 + std::exp(-gate)) * up);
-      }
-    }
-    return Done();
-  }
-
-  absl::Status ClampedSwiGlu(const ClampedSwiGluArgs& args) override {
-    const double limit = args.limit;
-    for (int64_t i = 0; i < args.tokens * args.width; ++i) {
-      const double gate = Load(args.x, dtype_, 2 * i), up = Load(args.x, dtype_, 2 * i + 1);
-      const double clamped = gate > limit ? limit : gate;
-      const double glu = clamped / (1 + std::exp(-double{args.alpha} * clamped));
-      Store(args.y, dtype_, i, glu * (1 + (up > limit ? limit : up < -limit ? -limit : up)));
-    }
-    return Done();
-  }
-
-  absl::Status GeGlu(const void* x, int64_t tokens, int64_t width, void* y) override {
-    for (int64_t t = 0; t < tokens; ++t) {
-      for (int64_t i = 0; i < width; ++i) {
-        const double gate = Load(x, dtype_, t * 2 * width + i);
-        const double up = Load(x, dtype_, t * 2 * width + width + i);
-        const double u = std::sqrt(2 / std::numbers::pi) * (gate + 0.044715 * gate * gate * gate);
-        // (1 + tanh u) / 2, without its cancellation far below 0.
-        Store(y, dtype_, t * width + i, gate / (1 + std::exp(-2 * u)) * up);
+  absl::Status Activate(const ActivateArgs& args) override {
+    const bool pairs = args.activation.gating == Gating::kClampedSwiGlu;
+    for (int64_t t = 0; t < args.tokens; ++t) {
+      for (int64_t i = 0; i < args.width; ++i) {
+        const int64_t gate_at = 2 * t * args.width + (pairs ? 2 * i : i);
+        const double gate = Load(args.x, dtype_, gate_at);
+        const double up = Load(args.x, dtype_, gate_at + (pairs ? 1 : args.width));
+        Store(args.y, dtype_, t * args.width + i, Activated(args.activation, gate, up));
       }
     }
     return Done();
@@ -230,19 +208,10 @@ class ReferenceStream final : public HostStream {
     return Done();
   }
 
-  absl::Status ExpertGemm(const ExpertGemmArgs& args) override {
-    for (size_t e = 0; e < args.weights.size(); ++e) {
-      const auto& weight = static_cast<const ReferenceWeight&>(*args.weights[e]);
-      const int64_t in = weight.in_features(), out = weight.out_features();
-      for (int64_t row = args.rows.begin[e]; row < args.rows.begin[e + 1]; ++row) {
-        const int64_t from = args.by_token ? args.rows.token[row] : row;
-        for (int64_t y = 0; y < out; ++y) {
-          double sum = weight.bias[y];
-          for (int64_t i = 0; i < in; ++i) sum += Load(args.x, dtype_, from * in + i) * weight.w[y * in + i];
-          Store(args.y, dtype_, row * out + y, sum);
-        }
-      }
-    }
+  absl::Status ExpertMlp(const ExpertMlpArgs& args) override {
+    MultiplyByExpert(GateUpProductOf(args));
+    RETURN_IF_ERROR(Activate(ActivationOf(args)));
+    MultiplyByExpert(DownProductOf(args));
     return Done();
   }
 
@@ -305,6 +274,39 @@ class ReferenceStream final : public HostStream {
       Store(heads, dtype_, to + i + half, x[i + half] * cos + x[i] * sin);
     }
     for (int i = args.rotated_dim; i < args.head_dim; ++i) Store(heads, dtype_, to + i, x[i]);
+  }
+
+  static double Activated(const GatedActivation& activation, double gate, double up) {
+    const double limit = activation.limit;
+    switch (activation.gating) {
+      case Gating::kSwiGlu:
+        return gate / (1 + std::exp(-gate)) * up;
+      case Gating::kGeGlu: {
+        const double u = std::sqrt(2 / std::numbers::pi) * (gate + 0.044715 * gate * gate * gate);
+        return gate / (1 + std::exp(-2 * u)) * up;  // (1 + tanh u) / 2, without its cancellation far below 0
+      }
+      case Gating::kClampedSwiGlu: {
+        const double clamped = gate > limit ? limit : gate;
+        const double glu = clamped / (1 + std::exp(-double{activation.alpha} * clamped));
+        return glu * (1 + (up > limit ? limit : up < -limit ? -limit : up));
+      }
+    }
+    return std::numeric_limits<double>::quiet_NaN();
+  }
+
+  void MultiplyByExpert(const ExpertGemmArgs& args) {
+    for (size_t e = 0; e < args.weights.size(); ++e) {
+      const auto& weight = static_cast<const ReferenceWeight&>(*args.weights[e]);
+      const int64_t in = weight.in_features(), out = weight.out_features();
+      for (int64_t row = args.rows.begin[e]; row < args.rows.begin[e + 1]; ++row) {
+        const int64_t from = args.by_token ? args.rows.token[row] : row;
+        for (int64_t y = 0; y < out; ++y) {
+          double sum = weight.bias[y];
+          for (int64_t i = 0; i < in; ++i) sum += Load(args.x, dtype_, from * in + i) * weight.w[y * in + i];
+          Store(args.y, dtype_, row * out + y, sum);
+        }
+      }
+    }
   }
 
   // The experts of one token by rising number, with their weights.
@@ -406,11 +408,11 @@ class ReferenceStream final : public HostStream {
 
 class ReferenceDevice final : public Device {
  public:
-  explicit ReferenceDevice(DType dtype) : dtype_(dtype) {}
+  ReferenceDevice(DType dtype, const Grain& grain) : dtype_(dtype), grain_(grain) {}
 
   std::string name() const override { return "reference"; }
   DType dtype() const override { return dtype_; }
-  Grain grain() const override { return {}; }
+  Grain grain() const override { return grain_; }
   bool lost() const override { return false; }
 
   absl::StatusOr<BufferRef> Allocate(size_t size_bytes) override {
@@ -468,10 +470,13 @@ class ReferenceDevice final : public Device {
 
  private:
   const DType dtype_;
+  const Grain grain_;
 };
 
 }  // namespace
 
-std::unique_ptr<Device> MakeReferenceDevice(DType dtype) { return std::make_unique<ReferenceDevice>(dtype); }
+std::unique_ptr<Device> MakeReferenceDevice(DType dtype, const Grain& grain) {
+  return std::make_unique<ReferenceDevice>(dtype, grain);
+}
 
 }  // namespace meshfill

@@ -8,7 +8,7 @@
 
 namespace meshfill {
 
-std::unique_ptr<Device> MakeReferenceDevice(DType dtype);
+std::unique_ptr<Device> MakeReferenceDevice(DType dtype, const Grain& grain = {});
 
 }  // namespace meshfill
 

@@ -93,24 +93,11 @@ absl::Status LaunchCopyHeads(const CopyHeadsArgs& args, CUstream_st* stream) {
   });
 }
 
-absl::Status LaunchSwiGlu(const BFloat16* x, int64_t tokens, int64_t width, BFloat16* y,
-                          CUstream_st* stream) {
-  if (tokens == 0) return absl::OkStatus();
-  return Enqueue("swiglu", stream,
-                 [=](Stream& reference) { return reference.SwiGlu(At(x), tokens, width, At(y)); });
-}
-
-absl::Status LaunchGeGlu(const BFloat16* x, int64_t tokens, int64_t width, BFloat16* y, CUstream_st* stream) {
-  if (tokens == 0) return absl::OkStatus();
-  return Enqueue("geglu", stream,
-                 [=](Stream& reference) { return reference.GeGlu(At(x), tokens, width, At(y)); });
-}
-
-absl::Status LaunchClampedSwiGlu(const ClampedSwiGluArgs& args, CUstream_st* stream) {
+absl::Status LaunchActivate(const ActivateArgs& args, CUstream_st* stream) {
   if (args.tokens == 0) return absl::OkStatus();
-  return Enqueue("clamped swiglu", stream, [args = args](Stream& reference) mutable {
+  return Enqueue("activation", stream, [args = args](Stream& reference) mutable {
     args.x = At(args.x), args.y = At(args.y);
-    return reference.ClampedSwiGlu(args);
+    return reference.Activate(args);
   });
 }
 

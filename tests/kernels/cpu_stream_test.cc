@@ -279,48 +279,25 @@ TEST_P(CpuStreamTest, CopyHeads) {
   });
 }
 
-TEST_P(CpuStreamTest, SwiGlu) {
-  ForRandomDraws(10, [&](Stream& cpu, Stream& reference, std::mt19937_64& random) {
-    const int64_t tokens = Draw(random, 0, 300), width = Draw(random, 1, 1100);
-    const Tensor x = Tensor::Normal(random, GetParam(), tokens * 2 * width, 4);
-    Tensor got(GetParam(), tokens * width), expected = got;
-    for (auto [backend, y] : {std::pair(&cpu, &got), {&reference, &expected}}) {
-      ASSERT_TRUE(backend->SwiGlu(x.data(), tokens, width, y->data()).ok());
-    }
-    ExpectClose(got, expected, 1e-6);
-  });
-}
-
-TEST_P(CpuStreamTest, GeGlu) {
-  ForRandomDraws(10, [&](Stream& cpu, Stream& reference, std::mt19937_64& random) {
-    const int64_t tokens = Draw(random, 0, 300), width = Draw(random, 1, 1100);
-    const Tensor x = Tensor::Normal(random, GetParam(), tokens * 2 * width, 4);
-    Tensor got(GetParam(), tokens * width), expected = got;
-    for (auto [backend, y] : {std::pair(&cpu, &got), {&reference, &expected}}) {
-      ASSERT_TRUE(backend->GeGlu(x.data(), tokens, width, y->data()).ok());
-    }
-    ExpectClose(got, expected, 1e-6);
-  });
-}
-
-TEST_P(CpuStreamTest, ClampedSwiGlu) {
-  ForRandomDraws(10, [&](Stream& cpu, Stream& reference, std::mt19937_64& random) {
-    const int64_t tokens = Draw(random, 0, 300), width = Draw(random, 1, 1100);
-    const Tensor x = Tensor::Normal(random, GetParam(), tokens * 2 * width, 4);
-    Tensor got(GetParam(), tokens * width), expected = got;
-    for (auto [backend, y] : {std::pair(&cpu, &got), {&reference, &expected}}) {
-      ASSERT_TRUE(backend
-                      ->ClampedSwiGlu({.x = x.data(),
-                                       .tokens = tokens,
-                                       .width = width,
-                                       .alpha = 1.702f,
-                                       .limit = 5,
-                                       .y = y->data()})
-                      .ok());
-    }
-    EXPECT_TRUE(got.GuardIntact());
-    ExpectClose(got, expected, 1e-6);
-  });
+TEST_P(CpuStreamTest, Activate) {
+  for (const Gating gating : {Gating::kSwiGlu, Gating::kGeGlu, Gating::kClampedSwiGlu}) {
+    SCOPED_TRACE(testing::Message() << "gating " << static_cast<int>(gating));
+    ForRandomDraws(10, [&](Stream& cpu, Stream& reference, std::mt19937_64& random) {
+      const int64_t tokens = Draw(random, 0, 300), width = Draw(random, 1, 1100);
+      const Tensor x = Tensor::Normal(random, GetParam(), tokens * 2 * width, 4);
+      Tensor got(GetParam(), tokens * width), expected = got;
+      for (auto [backend, y] : {std::pair(&cpu, &got), {&reference, &expected}}) {
+        ASSERT_TRUE(backend
+                        ->Activate({.activation = {.gating = gating, .alpha = 1.702f, .limit = 5},
+                                    .x = x.data(),
+                                    .tokens = tokens,
+                                    .width = width,
+                                    .y = y->data()})
+                        .ok());
+      }
+      ExpectClose(got, expected, 1e-6);
+    });
+  }
 }
 
 TEST_P(CpuStreamTest, ApplySinks) {
@@ -429,11 +406,15 @@ class EveryOperation {
     all_.push_back([=, y = Output()](Stream& cpu) { return cpu.RmsNorm(x, x, 2, 8, 1e-5f, y); });
     all_.push_back([=, y = Output()](Stream& cpu) { return cpu.AddRmsNorm(x, x, 2, 8, 1e-5f, y); });
     all_.push_back([y = Output()](Stream& cpu) { return cpu.Scale(y, kElements, 2); });
-    all_.push_back([=, y = Output()](Stream& cpu) { return cpu.SwiGlu(values, 2, 8, y); });
-    all_.push_back([=, y = Output()](Stream& cpu) { return cpu.GeGlu(values, 2, 8, y); });
-    all_.push_back([=, y = Output()](Stream& cpu) {
-      return cpu.ClampedSwiGlu({.x = values, .tokens = 2, .width = 8, .alpha = 1, .limit = 7, .y = y});
-    });
+    for (const Gating gating : {Gating::kSwiGlu, Gating::kGeGlu, Gating::kClampedSwiGlu}) {
+      all_.push_back([=, y = Output()](Stream& cpu) {
+        return cpu.Activate({.activation = {.gating = gating, .alpha = 1, .limit = 7},
+                             .x = values,
+                             .tokens = 2,
+                             .width = 8,
+                             .y = y});
+      });
+    }
     all_.push_back([=, y = Output()](Stream& cpu) { return cpu.Convert(x, kElements, DType::kF32, y); });
   }
 
@@ -495,6 +476,7 @@ class EveryOperation {
     const WeightRows rows{.data = values, .dtype = dtype_, .rows = 8};
     for (int expert = 0; expert < kRule.experts; ++expert) {
       weights_.push_back(device_.PackWeight({&rows, 1}, 8).value());
+      down_.push_back(device_.PackWeight({&rows, 1}, 4).value());
     }
     all_.push_back([=, this, y = Output()](Stream& cpu) {
       return cpu.Gemm(
@@ -505,13 +487,15 @@ class EveryOperation {
     all_.push_back([=, this](Stream& cpu) {
       return cpu.Route({.logits = x, .tokens = 2, .rule = kRule, .rows = to_route_.rows});
     });
-    all_.push_back([=, this, y = Output()](Stream& cpu) {
-      return cpu.ExpertGemm({.weights = weights_,
-                             .rows = routed_.rows,
-                             .row_count = 2 * kRule.used,
-                             .by_token = true,
-                             .x = values,
-                             .y = y});
+    all_.push_back([=, this, narrow = Output(), y = Output()](Stream& cpu) {
+      return cpu.ExpertMlp({.gate_up = weights_,
+                            .down = down_,
+                            .rows = routed_.rows,
+                            .row_count = 2 * kRule.used,
+                            .activation = {},
+                            .x = values,
+                            .narrow = narrow,
+                            .y = y});
     });
     all_.push_back([=, this, y = Output()](Stream& cpu) {
       return cpu.AddExperts(
@@ -527,7 +511,7 @@ class EveryOperation {
   std::mt19937_64 random_{1};
   std::deque<Tensor> tensors_;  // a deque: they stay where they are
   const std::vector<uint32_t> ids_ = {0, 0};
-  std::vector<std::unique_ptr<PackedWeight>> weights_;
+  std::vector<std::unique_ptr<PackedWeight>> weights_, down_;
   OwnRows routed_{kRule, 2}, to_route_{kRule, 2};
   std::vector<Operation> all_;
 };

@@ -32,10 +32,9 @@ class CudaLayerKernelsTest : public RandomDraws {
     }
   }
 
-  // SwiGlu or GeGlu: eight elements at a time, one at a time, and as a stream has it.
+  // SwiGlu or GeGlu: eight elements at a time, and one at a time.
   using GatedKernel = void (*)(const BFloat16*, int64_t, int64_t, BFloat16*);
-  using GatedOperation = absl::Status (Stream::*)(const void*, int64_t, int64_t, void*);
-  void TestGated(GatedKernel vectors, GatedKernel elements, GatedOperation operation) {
+  void TestGated(GatedKernel vectors, GatedKernel elements, Gating gating) {
     ForRandomDraws(6, [&] {
       const bool fits = Draw(0, 1) == 1;
       const int64_t tokens = Draw(0, 8), width = fits ? 8 * Draw(1, 300) : Draw(1, 700);
@@ -43,7 +42,13 @@ class CudaLayerKernelsTest : public RandomDraws {
       Tensor got(DType::kBf16, tokens * width), expected = got;
       const GatedKernel kernel = fits ? vectors : elements;
       Run([&] { kernel(x.data<BFloat16>(), tokens, width, got.data<BFloat16>()); });
-      ASSERT_TRUE(((*reference_).*operation)(x.data(), tokens, width, expected.data()).ok());
+      ASSERT_TRUE(reference_
+                      ->Activate({.activation = {.gating = gating},
+                                  .x = x.data(),
+                                  .tokens = tokens,
+                                  .width = width,
+                                  .y = expected.data()})
+                      .ok());
       ExpectClose(got, expected, 4e-6);
     });
   }
@@ -279,9 +284,9 @@ TEST_F(CudaLayerKernelsTest, CopyHeads) {
   });
 }
 
-TEST_F(CudaLayerKernelsTest, SwiGlu) { TestGated(Kernels::SwiGlu<8>, Kernels::SwiGlu<1>, &Stream::SwiGlu); }
+TEST_F(CudaLayerKernelsTest, SwiGlu) { TestGated(Kernels::SwiGlu<8>, Kernels::SwiGlu<1>, Gating::kSwiGlu); }
 
-TEST_F(CudaLayerKernelsTest, GeGlu) { TestGated(Kernels::GeGlu<8>, Kernels::GeGlu<1>, &Stream::GeGlu); }
+TEST_F(CudaLayerKernelsTest, GeGlu) { TestGated(Kernels::GeGlu<8>, Kernels::GeGlu<1>, Gating::kGeGlu); }
 
 TEST_F(CudaLayerKernelsTest, ClampedSwiGlu) {
   ForRandomDraws(6, [&] {
@@ -289,14 +294,17 @@ TEST_F(CudaLayerKernelsTest, ClampedSwiGlu) {
     const int64_t tokens = Draw(0, 8), width = vectors ? 4 * Draw(1, 300) : Draw(1, 700);
     const Tensor x = Tensor::Normal(random_, DType::kBf16, tokens * 2 * width, 6);
     Tensor got(DType::kBf16, tokens * width), expected = got;
-    ClampedSwiGluArgs args{
-        .x = x.data(), .tokens = tokens, .width = width, .alpha = 1.702f, .limit = 7, .y = got.data()};
+    ActivateArgs args{.activation = {.gating = Gating::kClampedSwiGlu, .alpha = 1.702f, .limit = 7},
+                      .x = x.data(),
+                      .tokens = tokens,
+                      .width = width,
+                      .y = got.data()};
     Run([&] {
       vectors ? Kernels::ClampedSwiGlu<4>(args, tokens * width / 4)
               : Kernels::ClampedSwiGlu<1>(args, tokens * width);
     });
     args.y = expected.data();
-    ASSERT_TRUE(reference_->ClampedSwiGlu(args).ok());
+    ASSERT_TRUE(reference_->Activate(args).ok());
     ExpectClose(got, expected, 4e-6);
   });
 }

@@ -45,57 +45,46 @@ TEST_F(CudaStreamTest, Route) {
   });
 }
 
-// From the logits to the sum, without a look at what is between: the host knows no expert's rows.
+// From the logits to the sum: the host knows no expert's rows.
 TEST_F(CudaStreamTest, ExpertsInARow) {
   ForRandomDraws(10, [&](std::mt19937_64& random) {
     RouterRule rule = RandomRule(random);
     rule.groups = rule.used_groups = 1;
-    const int64_t tokens = Draw(random, 0, 250),
-                  in = Draw(random, 0, 1) == 0 ? 8 * Draw(random, 1, 30) : Draw(random, 1, 200);
-    const int64_t out = Draw(random, 1, 200), rows = tokens * rule.used;
+    const auto length = [&] {
+      return Draw(random, 0, 1) == 0 ? 8 * Draw(random, 1, 25) : Draw(random, 1, 200);
+    };
+    const int64_t tokens = Draw(random, 0, 250), hidden = length(), width = length();
     const Tensor logits = UnevenLogits(random, rule, tokens);
-    const Tensor by_token = Tensor::Normal(random, DType::kBf16, tokens * in);
-    const Tensor by_row = Tensor::Normal(random, DType::kBf16, rows * in);
-    const RandomExperts experts(random, reference_.device(), DType::kBf16, rule.experts, out, in);
-    const auto packed = experts.PackedOn(*device_);
     RowsOnDevice on_device(*stream_, rule, tokens);
-    OnDevice device_logits = Copy(logits), device_by_token = Copy(by_token), device_by_row = Copy(by_row);
+    OnDevice device_logits = Copy(logits);
     ASSERT_OK(stream_->Route(
         {.logits = device_logits.data<float>(), .tokens = tokens, .rule = rule, .rows = on_device.rows()}));
-    Tensor expected(DType::kBf16, rows * out), sum = Tensor::Normal(random, DType::kF32, tokens * out);
-    OnDevice first = Copy(expected), second = Copy(expected), device_sum = Copy(sum);
-    for (const bool is_by_token : {true, false}) {
-      ASSERT_OK(stream_->ExpertGemm({.weights = packed,
-                                     .rows = on_device.rows(),
-                                     .row_count = rows,
-                                     .by_token = is_by_token,
-                                     .x = is_by_token ? device_by_token.data() : device_by_row.data(),
-                                     .y = is_by_token ? first.data() : second.data()}));
-    }
-    ASSERT_OK(stream_->AddExperts({.y = second.data(),
-                                   .rows = on_device.rows(),
-                                   .tokens = tokens,
-                                   .used = rule.used,
-                                   .width = out,
-                                   .x = device_sum.data<float>()}));
     OwnRows routed(rule, tokens);
     on_device.Read(routed);
     ExpectSortedRows(routed, rule, tokens);
-    for (const bool is_by_token : {true, false}) {
-      ASSERT_OK(reference_->ExpertGemm({.weights = experts.packed(),
-                                        .rows = routed.rows,
-                                        .row_count = rows,
-                                        .by_token = is_by_token,
-                                        .x = is_by_token ? by_token.data() : by_row.data(),
-                                        .y = expected.data()}));
-      ExpectClose(is_by_token ? first.Read() : second.Read(), expected, 2e-4);
-    }
-    const Tensor said = second.Read();
+
+    RandomExpertMlps mlps(random, *reference_, rule, tokens, routed.rows, hidden, width, DType::kBf16,
+                          DType::kBf16);
+    const auto gate_up = mlps.GateUpOn(*device_), down = mlps.DownOn(*device_);
+    OnDevice x = Copy(mlps.x), narrow = Copy(mlps.narrow), y = Copy(mlps.y);
+    ExpertMlpArgs args = mlps.Args(gate_up, down, on_device.rows());
+    args.x = x.data(), args.narrow = narrow.data(), args.y = y.data();
+    ASSERT_OK(stream_->ExpertMlp(args));
+    Tensor sum = Tensor::Normal(random, DType::kF32, tokens * hidden);
+    OnDevice device_sum = Copy(sum);
+    ASSERT_OK(stream_->AddExperts({.y = y.data(),
+                                   .rows = on_device.rows(),
+                                   .tokens = tokens,
+                                   .used = rule.used,
+                                   .width = hidden,
+                                   .x = device_sum.data<float>()}));
+    const Tensor said = y.Read();
+    mlps.ExpectAgrees(said);
     ASSERT_OK(reference_->AddExperts({.y = said.data(),
                                       .rows = routed.rows,
                                       .tokens = tokens,
                                       .used = rule.used,
-                                      .width = out,
+                                      .width = hidden,
                                       .x = sum.data<float>()}));
     ExpectClose(device_sum.Read(), sum, 1e-5);
   });

@@ -167,43 +167,25 @@ TEST_F(CudaStreamTest, GemmThatIsTimedGivesTheSameBitsAgain) {
   });
 }
 
-TEST_F(CudaStreamTest, GeGlu) {
-  ForRandomDraws(10, [&](std::mt19937_64& random) {
-    const int64_t tokens = Draw(random, 0, 60), width = Draw(random, 1, 900);
-    const Tensor x = Tensor::Normal(random, DType::kBf16, tokens * 2 * width, 4);
-    Tensor expected(DType::kBf16, tokens * width);
-    OnDevice got = Copy(expected), device_x = Copy(x);
-    ASSERT_OK(stream_->GeGlu(device_x.data(), tokens, width, got.data()));
-    ASSERT_OK(reference_->GeGlu(x.data(), tokens, width, expected.data()));
-    ExpectClose(got.Read(), expected, 4e-6);
-  });
-}
-
-TEST_F(CudaStreamTest, ClampedSwiGlu) {
-  ForRandomDraws(10, [&](std::mt19937_64& random) {
-    const int64_t tokens = Draw(random, 0, 60), width = Draw(random, 1, 900);
-    const Tensor x = Tensor::Normal(random, DType::kBf16, tokens * 2 * width, 6);
-    Tensor expected(DType::kBf16, tokens * width);
-    OnDevice got = Copy(expected), device_x = Copy(x);
-    ClampedSwiGluArgs args{
-        .x = x.data(), .tokens = tokens, .width = width, .alpha = 1.702f, .limit = 7, .y = expected.data()};
-    ASSERT_OK(reference_->ClampedSwiGlu(args));
-    args.x = device_x.data(), args.y = got.data();
-    ASSERT_OK(stream_->ClampedSwiGlu(args));
-    ExpectClose(got.Read(), expected, 4e-6);
-  });
-}
-
-TEST_F(CudaStreamTest, SwiGlu) {
-  ForRandomDraws(10, [&](std::mt19937_64& random) {
-    const int64_t tokens = Draw(random, 0, 100), width = Draw(random, 1, 1100);
-    const Tensor x = Tensor::Normal(random, DType::kBf16, tokens * 2 * width, 4);
-    Tensor expected(DType::kBf16, tokens * width);
-    OnDevice got = Copy(expected), device_x = Copy(x);
-    ASSERT_OK(stream_->SwiGlu(device_x.data(), tokens, width, got.data()));
-    ASSERT_OK(reference_->SwiGlu(x.data(), tokens, width, expected.data()));
-    ExpectClose(got.Read(), expected, 4e-6);
-  });
+TEST_F(CudaStreamTest, Activate) {
+  for (const Gating gating : {Gating::kSwiGlu, Gating::kGeGlu, Gating::kClampedSwiGlu}) {
+    SCOPED_TRACE(testing::Message() << "gating " << static_cast<int>(gating));
+    ForRandomDraws(10, [&](std::mt19937_64& random) {
+      const int64_t tokens = Draw(random, 0, 100), width = Draw(random, 1, 1100);
+      const Tensor x = Tensor::Normal(random, DType::kBf16, tokens * 2 * width, 5);
+      Tensor expected(DType::kBf16, tokens * width);
+      OnDevice got = Copy(expected), device_x = Copy(x);
+      ActivateArgs args{.activation = {.gating = gating, .alpha = 1.702f, .limit = 7},
+                        .x = x.data(),
+                        .tokens = tokens,
+                        .width = width,
+                        .y = expected.data()};
+      ASSERT_OK(reference_->Activate(args));
+      args.x = device_x.data(), args.y = got.data();
+      ASSERT_OK(stream_->Activate(args));
+      ExpectClose(got.Read(), expected, 4e-6);
+    });
+  }
 }
 
 TEST_F(CudaStreamTest, Convert) {

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <cstdlib>
 #include <memory>
 #include <vector>
 
@@ -125,35 +126,58 @@ TEST_P(ExpertsTest, NaNIsNotChosenBeforeANumber) {
   });
 }
 
-TEST_P(ExpertsTest, MultipliesEachExpertsRows) {
-  ForRandomDraws(15, [&](const LoneStream& cpu, const LoneStream& reference, std::mt19937_64& random) {
+// Tiles that are whole and not, of one row and of many, products that are sums of several blocks, and weights
+// that are kept narrow.
+TEST_P(ExpertsTest, PutsEachExpertsRowsThroughItsMlp) {
+  ForRandomDraws(20, [&](const LoneStream& cpu, const LoneStream& reference, std::mt19937_64& random) {
     RouterRule rule = RandomRule(random);
     rule.groups = rule.used_groups = 1;
-    const int64_t tokens = Draw(random, 0, 300), in = Draw(random, 1, Draw(random, 0, 4) == 0 ? 1100 : 120);
-    const int64_t out = Draw(random, 1, 90);
+    const bool large = Draw(random, 0, 3) == 0;
+    const int64_t tokens = Draw(random, 0, large ? 15 : 300);
+    const int64_t hidden = large ? Draw(random, 500, 1100) : Draw(random, 1, 90);
+    const int64_t width = large ? Draw(random, 400, 700) : Draw(random, 1, 60);
     const Tensor logits = UnevenLogits(random, rule, tokens);
     OwnRows own(rule, tokens);
     ASSERT_TRUE(
         reference->Route({.logits = logits.data<float>(), .tokens = tokens, .rule = rule, .rows = own.rows})
             .ok());
-    const RandomExperts experts(random, reference.device(), GetParam(), rule.experts, out, in);
-    const std::vector<std::unique_ptr<PackedWeight>> packed = experts.PackedOn(cpu.device());
-    for (const bool by_token : {true, false}) {
-      const int64_t row_count = tokens * rule.used;
-      const Tensor x = Tensor::Normal(random, GetParam(), (by_token ? tokens : row_count) * in);
-      Tensor y(GetParam(), row_count * out), expected = y;
-      ExpertGemmArgs args = {.weights = packed,
-                             .rows = own.rows,
-                             .row_count = row_count,
-                             .by_token = by_token,
-                             .x = x.data(),
-                             .y = y.data()};
-      ASSERT_TRUE(cpu->ExpertGemm(args).ok());
-      args.weights = experts.packed();
-      args.y = expected.data();
-      ASSERT_TRUE(reference->ExpertGemm(args).ok());
-      EXPECT_TRUE(y.GuardIntact());
-      ExpectClose(y, expected, 1e-4);
+    const auto dtype = [&] { return Draw(random, 0, 3) == 0 ? DType::kF8E4M3 : GetParam(); };
+    RandomExpertMlps mlps(random, *reference, rule, tokens, own.rows, hidden, width, dtype(), dtype());
+    const auto gate_up = mlps.GateUpOn(cpu.device()), down = mlps.DownOn(cpu.device());
+    ASSERT_TRUE(cpu->ExpertMlp(mlps.Args(gate_up, down, own.rows)).ok());
+    EXPECT_TRUE(mlps.narrow.GuardIntact());
+    mlps.ExpectAgrees(mlps.y);
+  });
+}
+
+// More rows than a tile has. A row's bits are those that it has alone.
+TEST_P(ExpertsTest, ARowsBitsDoNotDependOnItsNeighbours) {
+  if (!__builtin_cpu_supports("avx512bw") || std::getenv("DNNL_MAX_CPU_ISA") != nullptr) {
+    GTEST_SKIP() << "only AVX-512 promises this";
+  }
+  ForRandomDraws(3, [&](const LoneStream& cpu, const LoneStream& reference, std::mt19937_64& random) {
+    const RouterRule rule = {.experts = 3, .used = 2};
+    const int64_t tokens = Draw(random, 900, 1700), hidden = Draw(random, 1, 90), width = Draw(random, 1, 60);
+    const Tensor logits = UnevenLogits(random, rule, tokens);
+    OwnRows own(rule, tokens);
+    ASSERT_TRUE(
+        cpu->Route({.logits = logits.data<float>(), .tokens = tokens, .rule = rule, .rows = own.rows}).ok());
+    RandomExpertMlps mlps(random, *reference, rule, tokens, own.rows, hidden, width, GetParam(), GetParam());
+    const auto gate_up = mlps.GateUpOn(cpu.device()), down = mlps.DownOn(cpu.device());
+    const ExpertMlpArgs args = mlps.Args(gate_up, down, own.rows);
+    ASSERT_TRUE(cpu->ExpertMlp(args).ok());
+    mlps.ExpectAgrees(mlps.y);
+    const Tensor all = mlps.y;
+    for (const int64_t row : {int64_t{0}, Draw(random, 0, args.row_count - 1), args.row_count - 1}) {
+      int32_t begin[] = {0, 0, 0, 0};
+      for (int expert = 0; expert < rule.experts; ++expert) {
+        begin[expert + 1] = row < own.rows.begin[expert + 1] ? 1 : 0;
+      }
+      ExpertMlpArgs alone = args;
+      alone.rows = {.begin = begin, .token = own.rows.token + row, .row = nullptr, .weight = nullptr};
+      alone.row_count = 1;
+      ASSERT_TRUE(cpu->ExpertMlp(alone).ok());
+      for (int64_t i = 0; i < hidden; ++i) ASSERT_EQ(mlps.y.At(i), all.At(row * hidden + i)) << row;
     }
   });
 }

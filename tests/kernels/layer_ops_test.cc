@@ -67,12 +67,42 @@ TEST_P(LayerOpsTest, RoundsToNearestEvenWhateverTheBits) {
   }
 }
 
+// Rows that are aligned and not, of whole vectors and not, with what lies between them untouched.
+TEST_P(LayerOpsTest, RoundsRowsPastTheCaches) {
+  const uint64_t seed = TestSeed();
+  SCOPED_TRACE(testing::Message() << "MESHFILL_SEED=" << seed);
+  std::mt19937_64 random(seed);
+  for (int draw = 0; draw < 40; ++draw) {
+    const bool aligned = draw % 2 == 0;
+    const int64_t rows = Draw(random, 0, 9), columns = Draw(random, 1, 200);
+    const int64_t stride = aligned ? 256 : columns + Draw(random, 0, 50),
+                  first = aligned ? 0 : Draw(random, 0, 40);
+    const Tensor from = Tensor::Normal(random, DType::kF32, rows * columns);
+    std::vector<BFloat16> storage(first + rows * stride + 64, BFloat16{0x7fff});
+    auto* to = storage.data();
+    while (reinterpret_cast<uintptr_t>(to) % 64 != 0) ++to;
+    RoundRowsPastCaches(from.data<float>(), rows, columns, stride, to + first);
+    for (int64_t row = 0; row < rows; ++row) {
+      for (int64_t column = 0; column < stride; ++column) {
+        const uint16_t expected =
+            column < columns ? BFloat16::FromFloat(from.At(row * columns + column)).bits : 0x7fff;
+        ASSERT_EQ(to[first + row * stride + column].bits, expected) << row << ", " << column;
+      }
+    }
+  }
+}
+
 TEST_P(LayerOpsTest, SwiGluIsAccurateOverTheWholeRange) {
   std::vector<float> gates;
   for (float gate = -86.0f; gate <= 120.0f; gate += 0.0037f) gates.push_back(gate);
   std::vector<float> x = gates, y(gates.size());
   x.resize(2 * gates.size(), 1.0f);  // up
-  SwiGluTokens(x.data(), 1, std::ssize(gates), DType::kF32, y.data());
+  ActivateTokens({.activation = {.gating = Gating::kSwiGlu},
+                  .x = x.data(),
+                  .tokens = 1,
+                  .width = std::ssize(gates),
+                  .y = y.data()},
+                 DType::kF32);
   for (size_t i = 0; i < gates.size(); ++i) {
     const double expected = gates[i] / (1 + std::exp(-static_cast<double>(gates[i])));
     EXPECT_NEAR(y[i], expected, 1e-6 * std::abs(expected)) << gates[i];
@@ -84,7 +114,12 @@ TEST_P(LayerOpsTest, GeGluIsAccurateOverTheWholeRange) {
   for (float gate = -10.0f; gate <= 20.0f; gate += 0.0007f) gates.push_back(gate);
   std::vector<float> x = gates, y(gates.size());
   x.resize(2 * gates.size(), 1.0f);  // up
-  GeGluTokens(x.data(), 1, std::ssize(gates), DType::kF32, y.data());
+  ActivateTokens({.activation = {.gating = Gating::kGeGlu},
+                  .x = x.data(),
+                  .tokens = 1,
+                  .width = std::ssize(gates),
+                  .y = y.data()},
+                 DType::kF32);
   for (size_t i = 0; i < gates.size(); ++i) {
     const double gate = gates[i], u = std::sqrt(2 / M_PI) * (gate + 0.044715 * gate * gate * gate);
     const double expected = gate / (1 + std::exp(-2 * u));  // gate/2 · (1 + tanh u), without its cancellation
@@ -100,7 +135,9 @@ TEST_P(LayerOpsTest, GeGluAtItsEnds) {
   x.resize(2 * width, 1.0f);
   x.back() = kNaN;
   std::vector<float> y(width);
-  GeGluTokens(x.data(), 1, width, DType::kF32, y.data());
+  ActivateTokens(
+      {.activation = {.gating = Gating::kGeGlu}, .x = x.data(), .tokens = 1, .width = width, .y = y.data()},
+      DType::kF32);
   for (int i = 0; i < 4; ++i) {
     EXPECT_LE(y[i], 0);
     EXPECT_GE(y[i], -1e-6f);
@@ -118,7 +155,9 @@ TEST_P(LayerOpsTest, SwiGluAtItsEnds) {
   x.resize(2 * width, 1.0f);
   x.back() = kNaN;
   std::vector<float> y(width);
-  SwiGluTokens(x.data(), 1, width, DType::kF32, y.data());
+  ActivateTokens(
+      {.activation = {.gating = Gating::kSwiGlu}, .x = x.data(), .tokens = 1, .width = width, .y = y.data()},
+      DType::kF32);
   for (int i = 0; i < 4; ++i) {
     EXPECT_LE(y[i], 0);
     EXPECT_GE(y[i], -1e-30f);
@@ -139,9 +178,12 @@ TEST_P(LayerOpsTest, ClampedSwiGluAtItsEnds) {
   for (const auto& pair : pairs) x.insert(x.end(), {pair.gate, pair.up});
   const int64_t width = std::ssize(x) / 2;
   std::vector<float> y(width);
-  ClampedSwiGluTokens(
-      {.x = x.data(), .tokens = 1, .width = width, .alpha = 1.702f, .limit = 7, .y = y.data()}, DType::kF32,
-      0, 1);
+  ActivateTokens({.activation = {.gating = Gating::kClampedSwiGlu, .alpha = 1.702f, .limit = 7},
+                  .x = x.data(),
+                  .tokens = 1,
+                  .width = width,
+                  .y = y.data()},
+                 DType::kF32);
   for (int64_t i = 0; i < width; ++i) {
     if (std::isnan(pairs[i].expected)) {
       EXPECT_TRUE(std::isnan(y[i])) << i;  // a broken activation must show in the logits
@@ -155,9 +197,12 @@ TEST_P(LayerOpsTest, ClampedSwiGluAtItsEnds) {
 TEST_P(LayerOpsTest, ClampedSwiGluBoundsTheGateFromAbove) {
   const std::vector<float> x = {-3, 0.5f, -1.5f, 4, 0.25f, -0.5f, 3, -5};  // gate and up in turn
   std::vector<float> y(x.size() / 2);
-  ClampedSwiGluTokens(
-      {.x = x.data(), .tokens = 1, .width = std::ssize(y), .alpha = 1.702f, .limit = 1, .y = y.data()},
-      DType::kF32, 0, 1);
+  ActivateTokens({.activation = {.gating = Gating::kClampedSwiGlu, .alpha = 1.702f, .limit = 1},
+                  .x = x.data(),
+                  .tokens = 1,
+                  .width = std::ssize(y),
+                  .y = y.data()},
+                 DType::kF32);
   for (size_t i = 0; i < y.size(); ++i) {
     const double gate = std::min(x[2 * i], 1.0f), up = std::clamp(x[2 * i + 1], -1.0f, 1.0f);
     EXPECT_NEAR(y[i], gate / (1 + std::exp(-1.702 * gate)) * (up + 1), 1e-6) << i;

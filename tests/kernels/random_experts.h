@@ -7,7 +7,9 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <memory>
 #include <random>
+#include <span>
 #include <vector>
 
 #include "kernels/experts.h"
@@ -147,19 +149,23 @@ class RandomRoute {
   OwnRows expected_, nudged_;
 };
 
-// Random weights of every expert, and the reference's.
+// Random weights of every expert, and the reference's. dtype: f32, bf16, or FP8 with one scale.
 class RandomExperts {
  public:
   RandomExperts(std::mt19937_64& random, Device& reference, DType dtype, int experts, int64_t out, int64_t in)
       : in_(in) {
+    const bool fp8 = dtype == DType::kF8E4M3;
     const bool biased = Draw(random, 0, 1) == 1;
     for (int expert = 0; expert < experts; ++expert) {
-      matrices_.push_back(Tensor::Normal(random, dtype, out * in));
+      matrices_.push_back(Tensor::Normal(random, dtype, out * in, fp8 ? 1 / kFp8Scale : 1));
       biases_.push_back(Tensor::Normal(random, DType::kF32, out));
       rows_.push_back({.data = matrices_.back().data(),
                        .dtype = dtype,
                        .rows = out,
-                       .bias = biased ? biases_.back().data<float>() : nullptr});
+                       .bias = biased ? biases_.back().data<float>() : nullptr,
+                       .scales = fp8 ? &kFp8Scale : nullptr,
+                       .scale_rows = out,
+                       .scale_columns = in});
     }
     packed_ = PackedOn(reference);
   }
@@ -178,10 +184,105 @@ class RandomExperts {
   const std::vector<WeightRows>& rows() const { return rows_; }
 
  private:
+  static constexpr float kFp8Scale = 1.0f / 64;
   const int64_t in_;
   std::vector<Tensor> matrices_, biases_;
   std::vector<WeightRows> rows_;
   std::vector<std::unique_ptr<PackedWeight>> packed_;
+};
+
+// One product of every expert's rows, row by row on the reference.
+inline void MultiplyRowByRow(Stream& reference, const ExpertGemmArgs& args) {
+  const int64_t bytes = DTypeBytes(reference.device().dtype());
+  for (size_t expert = 0; expert < args.weights.size(); ++expert) {
+    const PackedWeight& weight = *args.weights[expert];
+    for (int64_t row = args.rows.begin[expert]; row < args.rows.begin[expert + 1]; ++row) {
+      const int64_t from = args.by_token ? args.rows.token[row] : row;
+      EXPECT_TRUE(reference
+                      .Gemm({.weight = &weight,
+                             .x = static_cast<const std::byte*>(args.x) + from * weight.in_features() * bytes,
+                             .tokens = 1,
+                             .y = static_cast<std::byte*>(args.y) + row * weight.out_features() * bytes,
+                             .y_dtype = reference.device().dtype()})
+                      .ok());
+    }
+  }
+}
+
+// MLPs of experts, their scratch, and the reference's answer. What lies between the products is rounded,
+// which may go either way: rows are compared as vectors.
+class RandomExpertMlps {
+ public:
+  // gate_up, down: dtypes of the weights.
+  RandomExpertMlps(std::mt19937_64& random, Stream& reference, const RouterRule& rule, int64_t tokens,
+                   const ExpertRows& rows, int64_t hidden, int64_t width, DType gate_up, DType down)
+      : dtype_(reference.device().dtype()),
+        hidden_(hidden),
+        row_count_(tokens * rule.used),
+        gate_up_(random, reference.device(), gate_up, rule.experts, 2 * width, hidden),
+        down_(random, reference.device(), down, rule.experts, hidden, width),
+        x(Tensor::Normal(random, dtype_, tokens * hidden, 1 / std::sqrt(static_cast<float>(hidden)))),
+        narrow(dtype_, row_count_ * width),
+        y(dtype_, row_count_ * std::max(hidden, 2 * width)),
+        activation{.gating = std::vector{Gating::kSwiGlu, Gating::kGeGlu,
+                                         Gating::kClampedSwiGlu}[Draw(random, 0, 2)],
+                   .alpha = 1.702f,
+                   .limit = 2},
+        expected_(y) {
+    Tensor scratch = narrow;
+    ExpertMlpArgs args = Args(gate_up_.packed(), down_.packed(), rows);
+    args.narrow = scratch.data();
+    args.y = expected_.data();
+    EXPECT_TRUE(reference.ExpertMlp(args).ok());
+  }
+
+  std::vector<std::unique_ptr<PackedWeight>> GateUpOn(Device& device) const {
+    return gate_up_.PackedOn(device);
+  }
+  std::vector<std::unique_ptr<PackedWeight>> DownOn(Device& device) const { return down_.PackedOn(device); }
+
+  ExpertMlpArgs Args(std::span<const std::unique_ptr<PackedWeight>> gate_up,
+                     std::span<const std::unique_ptr<PackedWeight>> down, const ExpertRows& rows) {
+    return {.gate_up = gate_up,
+            .down = down,
+            .rows = rows,
+            .row_count = row_count_,
+            .activation = activation,
+            .x = x.data(),
+            .narrow = narrow.data(),
+            .y = y.data()};
+  }
+
+  void ExpectAgrees(const Tensor& got) const {
+    ASSERT_TRUE(got.GuardIntact()) << "wrote past the end";
+    const auto norm = [&](int64_t row, const auto& value) {
+      double squares = 0;
+      for (int64_t i = row * hidden_; i < (row + 1) * hidden_; ++i) squares += value(i) * value(i);
+      return std::sqrt(squares);
+    };
+    double mean = 0;
+    for (int64_t row = 0; row < row_count_; ++row) {
+      mean += norm(row, [&](int64_t i) { return double{expected_.At(i)}; }) / static_cast<double>(row_count_);
+    }
+    for (int64_t row = 0; row < row_count_; ++row) {
+      const double size = norm(row, [&](int64_t i) { return double{expected_.At(i)}; });
+      const double error = norm(row, [&](int64_t i) { return double{got.At(i)} - expected_.At(i); });
+      ASSERT_LE(error, (dtype_ == DType::kBf16 ? 1e-2 : 1e-5) * (size + mean)) << "row " << row;
+    }
+  }
+
+ private:
+  const DType dtype_;
+  const int64_t hidden_, row_count_;
+  const RandomExperts gate_up_, down_;
+
+ public:
+  const Tensor x;
+  Tensor narrow, y;  // scratch, and the answer
+  const GatedActivation activation;
+
+ private:
+  Tensor expected_;
 };
 
 // Some experts get everything, some nothing: the first is everyone's favourite, the last nobody's.

@@ -89,7 +89,7 @@ TEST_F(ReferenceStreamTest, RmsNormMakesTheRootMeanSquareOne) {
 TEST_F(ReferenceStreamTest, SwiGluAtKnownPoints) {
   const std::vector<float> x = {0, 1, -1, 60, 3, 2, 2, 0.5f};  // gates, then ups
   std::vector<float> y(4);
-  ASSERT_TRUE(f32_->SwiGlu(x.data(), 1, 4, y.data()).ok());
+  ASSERT_TRUE(f32_->Activate({.x = x.data(), .tokens = 1, .width = 4, .y = y.data()}).ok());
   const auto e = static_cast<float>(std::exp(1.0));
   ExpectNear(y, {0, 2 * e / (e + 1), -2 / (e + 1), 30}, 1e-6);
 }
@@ -97,9 +97,12 @@ TEST_F(ReferenceStreamTest, SwiGluAtKnownPoints) {
 TEST_F(ReferenceStreamTest, ClampedSwiGluAtKnownPoints) {
   const std::vector<float> x = {1, 0.5f, 9, 2, 1, -8, -1, 8};  // gate, up, …
   std::vector<float> y(4);
-  ASSERT_TRUE(
-      f32_->ClampedSwiGlu({.x = x.data(), .tokens = 2, .width = 2, .alpha = 2, .limit = 7, .y = y.data()})
-          .ok());
+  ASSERT_TRUE(f32_->Activate({.activation = {.gating = Gating::kClampedSwiGlu, .alpha = 2, .limit = 7},
+                              .x = x.data(),
+                              .tokens = 2,
+                              .width = 2,
+                              .y = y.data()})
+                  .ok());
   const auto sigmoid = [](double s) { return static_cast<float>(1 / (1 + std::exp(-s))); };
   ExpectNear(y, {1.5f * sigmoid(2), 21 * sigmoid(14), -6 * sigmoid(2), -8 * sigmoid(-2)}, 1e-5);
 }
@@ -107,7 +110,12 @@ TEST_F(ReferenceStreamTest, ClampedSwiGluAtKnownPoints) {
 TEST_F(ReferenceStreamTest, GeGluAtKnownPoints) {
   const std::vector<float> x = {0, 1, -1, 60, 3, 2, 2, 0.5f};  // gates, then ups
   std::vector<float> y(4);
-  ASSERT_TRUE(f32_->GeGlu(x.data(), 1, 4, y.data()).ok());
+  ASSERT_TRUE(f32_->Activate({.activation = {.gating = Gating::kGeGlu},
+                              .x = x.data(),
+                              .tokens = 1,
+                              .width = 4,
+                              .y = y.data()})
+                  .ok());
   ExpectNear(y, {0, 2 * 0.8411920f, 2 * -0.1588080f, 30}, 1e-6);
 }
 

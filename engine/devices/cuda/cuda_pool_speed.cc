@@ -46,8 +46,11 @@ absl::Status RunOtherOperations(const ModelShape& shape, Stream& stream) {
                                      .tokens = 1,
                                      .head_dim = shape.head_dim}));
   if (width > 0) {
-    RETURN_IF_ERROR(stream.ClampedSwiGlu(
-        {.x = x->data(), .tokens = 1, .width = width, .alpha = 1, .limit = 1, .y = y->data()}));
+    RETURN_IF_ERROR(stream.Activate({.activation = {.gating = Gating::kClampedSwiGlu, .alpha = 1, .limit = 1},
+                                     .x = x->data(),
+                                     .tokens = 1,
+                                     .width = width,
+                                     .y = y->data()}));
   }
   return stream.Finish();
 }

@@ -78,20 +78,14 @@ class CountingStream final : public Stream {
                                                             BufferRef source) override {
     return Count([&] { return stream_->CopyHeadsToHost(args, std::move(source)); });
   }
-  absl::Status SwiGlu(const void* x, int64_t tokens, int64_t width, void* y) override {
-    return Count([&] { return stream_->SwiGlu(x, tokens, width, y); });
-  }
-  absl::Status ClampedSwiGlu(const ClampedSwiGluArgs& args) override {
-    return Count([&] { return stream_->ClampedSwiGlu(args); });
-  }
-  absl::Status GeGlu(const void* x, int64_t tokens, int64_t width, void* y) override {
-    return Count([&] { return stream_->GeGlu(x, tokens, width, y); });
+  absl::Status Activate(const ActivateArgs& args) override {
+    return Count([&] { return stream_->Activate(args); });
   }
   absl::Status Route(const RouteArgs& args) override {
     return Count([&] { return stream_->Route(args); });
   }
-  absl::Status ExpertGemm(const ExpertGemmArgs& args) override {
-    return Count([&] { return stream_->ExpertGemm(args); });
+  absl::Status ExpertMlp(const ExpertMlpArgs& args) override {
+    return Count([&] { return stream_->ExpertMlp(args); });
   }
   absl::Status AddExperts(const AddExpertsArgs& args) override {
     return Count([&] { return stream_->AddExperts(args); });

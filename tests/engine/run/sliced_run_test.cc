@@ -237,12 +237,45 @@ INSTANTIATE_TEST_SUITE_P(Families, SlicedRunTest,
                                                                                   : "mixtral");
                          });
 
+// Of experts, shared experts and dense layers, in slices that are longer than what the device takes on at
+// once.
+TEST(SlicedRunTest, TheDevicesGrainChangesNoBits) {
+  const uint64_t seed = TestSeed();
+  std::mt19937_64 random(seed);
+  MakeModelOptions options = kModel;
+  options.family = ModelFamily::kGlm4Moe;
+  const SlicedRuns whole(MakeReferenceDevice(DType::kF32), options);
+  int several = 0;
+  for (int i = 0; i < 8; ++i) {
+    const SlicedRuns in_grains(MakeReferenceDevice(DType::kF32, {.slice_tokens = Draw(random, 1, 9)}),
+                               options);
+    Plan plan = DrawPlan(random, whole.shape(), Draw<int64_t>(random, 1, 100));
+    plan.slice_tokens = Draw(random, 1, 40);
+    several += plan.slice_tokens > in_grains.device().grain().slice_tokens ? 1 : 0;
+    SCOPED_TRACE(testing::Message() << "seed " << seed << ", draw " << i << ": " << plan.DebugString());
+    const std::vector<uint32_t> prompt = RandomPrompt(random, plan.layout.tokens());
+    const auto logits = [&](const SlicedRuns& runs) {
+      std::vector<std::unique_ptr<Stream>> owned;
+      std::vector<Stream*> streams;
+      for (int rank = 0; rank < plan.ranks(); ++rank) {
+        owned.push_back(runs.device().NewStream(nullptr).value());
+        streams.push_back(owned.back().get());
+      }
+      return runs.Prefill(plan, prompt, MakeInProcessCommunicators(streams), streams).logits;
+    };
+    const std::vector<float> expected = logits(whole);
+    ASSERT_FALSE(expected.empty());
+    EXPECT_EQ(logits(in_grains), expected);
+  }
+  EXPECT_GT(several, 0);
+}
+
 class MlpCountingStream : public WatchedStream {
  public:
   MlpCountingStream() : WatchedStream(DType::kF32) {}
-  absl::Status SwiGlu(const void* x, int64_t tokens, int64_t width, void* y) override {
-    mlps += tokens;
-    return WatchedStream::SwiGlu(x, tokens, width, y);
+  absl::Status Activate(const ActivateArgs& args) override {
+    mlps += args.tokens;
+    return WatchedStream::Activate(args);
   }
   int64_t mlps = 0;  // tokens of all layers
 };

@@ -114,20 +114,12 @@ class WatchedStream : public Stream {
     if (!copies_late) return reference_->CopyHeadsToHost(args, std::move(source));
     return std::make_unique<LateCopy>(*reference_, args, std::move(source));
   }
-  absl::Status SwiGlu(const void* x, int64_t tokens, int64_t width, void* y) override {
-    return reference_->SwiGlu(x, tokens, width, y);
-  }
-  absl::Status ClampedSwiGlu(const ClampedSwiGluArgs& args) override {
-    return reference_->ClampedSwiGlu(args);
-  }
-  absl::Status GeGlu(const void* x, int64_t tokens, int64_t width, void* y) override {
-    return reference_->GeGlu(x, tokens, width, y);
-  }
+  absl::Status Activate(const ActivateArgs& args) override { return reference_->Activate(args); }
   absl::Status Route(const RouteArgs& args) override {
     if (before_route != nullptr) before_route(args);
     return reference_->Route(args);
   }
-  absl::Status ExpertGemm(const ExpertGemmArgs& args) override { return reference_->ExpertGemm(args); }
+  absl::Status ExpertMlp(const ExpertMlpArgs& args) override { return reference_->ExpertMlp(args); }
   absl::Status AddExperts(const AddExpertsArgs& args) override { return reference_->AddExperts(args); }
   absl::Status Convert(const float* from, int64_t count, DType to_dtype, void* to) override {
     return reference_->Convert(from, count, to_dtype, to);
