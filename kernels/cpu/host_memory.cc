@@ -89,7 +89,7 @@ class Mappings {
   void RemoveKeeper() {
     {
       const MutexLock lock(mu_);
-      --keepers_;
+      if (--keepers_ > 0) return;
     }
     DropSpare();
   }

@@ -2,7 +2,7 @@
 // fit.
 //
 // The system fills new mappings with zeros. So that this is not done in each layer, blocks of one are kept for
-// the next while a run computes.
+// the next while a run computes, and those of one run for the next while a server is in use.
 #ifndef MESHFILL_KERNELS_CPU_HOST_MEMORY_H_
 #define MESHFILL_KERNELS_CPU_HOST_MEMORY_H_
 
@@ -21,7 +21,7 @@ absl::StatusOr<BufferRef> AllocateHostMemory(size_t size_bytes);
 // The same in a mapping of its own, apart from the heap, as AllocateHostMemory has large ones. Above 0.
 absl::StatusOr<BufferRef> MapHostMemory(size_t size_bytes);
 
-// While one lives, mappings that are freed, on any thread, stay for later ones. When any goes, what lies
+// While one lives, mappings that are freed, on any thread, stay for later ones. When the last goes, what lies
 // spare goes back to the system. Used and spare, all take no more than were ever used at once since the first
 // came.
 class SpareMappings {

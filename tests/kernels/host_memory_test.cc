@@ -53,15 +53,19 @@ TEST(SpareMappingsTest, NothingStaysWhereNobodyKeepsIt) {
   EXPECT_EQ(SpareMappings::spare_bytes(), 0u);
 }
 
-TEST(SpareMappingsTest, WhatAnyRunLeavesGoesBack) {
-  const SpareMappings longer;
+TEST(SpareMappingsTest, WhatOneRunLeavesIsForTheOthers) {
   {
-    const SpareMappings shorter;
-    Map(8 * kMiB);
+    const SpareMappings longer;
+    {
+      const SpareMappings shorter;
+      Map(8 * kMiB);
+    }
+    EXPECT_EQ(SpareMappings::spare_bytes(), 8 * kMiB);
+    const BufferRef taken = Map(8 * kMiB);
+    EXPECT_EQ(SpareMappings::spare_bytes(), 0u);
   }
-  EXPECT_EQ(SpareMappings::spare_bytes(), 0u);
   Map(8 * kMiB);
-  EXPECT_EQ(SpareMappings::spare_bytes(), 8 * kMiB);
+  EXPECT_EQ(SpareMappings::spare_bytes(), 0u);
 }
 
 TEST(SpareMappingsTest, BlocksAreCutFromLargerOnesAndBecomeOneAgain) {

@@ -61,5 +61,22 @@ TEST_F(IdleMemoryTest, LeavesItWhereNothingIsToBeWon) {
   EXPECT_TRUE(memory_.Look(true, At(600))) << "more than after it had shrunk";
 }
 
+// From one prompt to the next.
+TEST_F(IdleMemoryTest, KeepsMappingsWhileThePoolIsInUse) {
+  const auto map = [] { EXPECT_TRUE(MapHostMemory(8 * kMiB).ok()); };
+  map();
+  EXPECT_EQ(SpareMappings::spare_bytes(), 0u) << "the pool has not been used yet";
+  memory_.Look(false, At(200));
+  map();
+  EXPECT_FALSE(memory_.Look(true, At(209.9)));
+  EXPECT_EQ(SpareMappings::spare_bytes(), 8u * kMiB);
+  EXPECT_TRUE(memory_.Look(true, At(210)));
+  EXPECT_EQ(SpareMappings::spare_bytes(), 0u);
+  EXPECT_FALSE(memory_.Look(true, At(220)));
+  memory_.Look(false, At(300));
+  map();
+  EXPECT_EQ(SpareMappings::spare_bytes(), 8u * kMiB);
+}
+
 }  // namespace
 }  // namespace meshfill

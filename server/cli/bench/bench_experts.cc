@@ -12,6 +12,7 @@
 #include "engine/embedded_engine.h"
 #include "engine/model/make_model.h"
 #include "engine/prefill_engine.h"
+#include "kernels/cpu/host_memory.h"
 #include "kernels/median.h"
 #include "kernels/return_if_error.h"
 #include "nlohmann/json.hpp"
@@ -152,6 +153,7 @@ class BenchExpertsCommand : public LayerBenchCommand {
     return text;
   }
 
+  const SpareMappings spare_;         // one prefill leaves its memory to the next, as in a server in use
   std::array<Measured, 2> measured_;  // with experts, and dense
 };
 

@@ -12,6 +12,7 @@
 #include "engine/model/model_tensors.h"
 #include "engine/run/rank_weights.h"
 #include "engine/run/weight_exchange.h"
+#include "kernels/cpu/host_memory.h"
 #include "kernels/monotonic_time.h"
 #include "kernels/mutex.h"
 #include "kernels/return_if_error.h"
@@ -58,7 +59,8 @@ class RankHost::ActiveRun {
   absl::Status Reserve() {
     const int64_t bytes = part_.reserve_bytes;
     const int64_t free = host_.pool_.hardware->in_host_memory() ? FreeMemoryBytes() : 0;  // 0: not known
-    if (free > 0 && bytes > free) {
+    // What lies spare is taken before anything new.
+    if (free > 0 && bytes > free + static_cast<int64_t>(SpareMappings::spare_bytes())) {
       return absl::FailedPreconditionError(absl::StrCat("the run needs ", bytes, " bytes of memory, and ",
                                                         free, " are free; shorten the prompt or add ranks"));
     }
