@@ -256,6 +256,21 @@ class CliTest(CliTestCase):
         for part in ("2x2", "step", "(0,0)", "chosen"):
             self.assertIn(part, out)
 
+    def test_plan_streams_what_no_host_holds(self):
+        folder = self.tmp / "larger-than-memory"
+        folder.mkdir()
+        config = json.loads((self.model / "config.json").read_text())
+        config |= {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 1024}  # 900 GB in bf16
+        (folder / "config.json").write_text(json.dumps(config))
+        pool = pathlib.Path(__file__).resolve().parents[2] / "configs/pool.yaml"
+        plan = json.loads(self.succeed("plan", "--config", pool, "--model", folder, "--tokens", 100, "--ranks", 2,
+                                       "--ranks-per-host", 1, "--json"))
+        self.assertEqual(plan["weights"]["mode"], "streamed")
+        modes = {mode["mode"]: mode for mode in plan["weights"]["modes"]}
+        self.assertFalse(modes["resident"]["fits"])
+        self.assertNotIn("seconds", modes["resident"])
+        self.assertEqual(modes["streamed"]["seconds"], plan["predicted"]["seconds"])
+
     def test_plan_for_gpus_that_are_not_here(self):
         root = pathlib.Path(__file__).resolve().parents[2]
         cluster = root / "configs/scenarios/h100_nodes.yaml"
