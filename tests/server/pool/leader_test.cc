@@ -265,5 +265,15 @@ TEST_F(LeaderTest, AWorkerWithOtherWeightsThanTheFirstTriesAgain) {
   EXPECT_EQ(Join(3, Offer("a")), "");
 }
 
+TEST(WorkerStateName, NamesEach) {
+  using State = Leader::WorkerState;
+  for (const auto& [state, name] :
+       {std::pair(State::kReady, "ready"), std::pair(State::kPreparing, "preparing"),
+        std::pair(State::kRunning, "running"), std::pair(State::kStopping, "stopping"),
+        std::pair(State::kDraining, "draining")}) {
+    EXPECT_STREQ(WorkerStateName(state), name);
+  }
+}
+
 }  // namespace
 }  // namespace meshfill
