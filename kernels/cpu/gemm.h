@@ -34,8 +34,8 @@ class CpuGemm {
   // Stream::ExpertMlp, likewise: a tile of rows goes through both products before the next begins, so that
   // what lies between them stays in the cache.
   absl::Status RunExpertMlps(const ExpertMlpArgs& args, const StopToken* stop);
-  // Whether that may be called: the weights are wide (packed_matrix.h), and a tile is small. Of Mixtral's
-  // experts, with 14,336 features, it is not: 2 % are to be won there, for 60 MB a thread.
+  // Whether that may be called: the weights are wide (packed_matrix.h), and a tile, of which each thread has
+  // one, is small. Of Mixtral's experts, with 14,336 features, it is not.
   bool MayRunExpertMlps(const ExpertMlpArgs& args) const;
   // One of its products, of weights of any kind.
   absl::Status RunExperts(const ExpertGemmArgs& args, const StopToken* stop);

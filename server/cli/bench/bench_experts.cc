@@ -61,6 +61,7 @@ class BenchExpertsCommand : public LayerBenchCommand {
   }
 
   absl::Status Run() override {
+    const SpareMappings spare;  // one prefill leaves its memory to the next, as in a server in use
     RETURN_IF_ERROR(Load());
     std::mt19937 random(1);
     std::vector<uint32_t> prompt(static_cast<size_t>(tokens_));
@@ -153,7 +154,6 @@ class BenchExpertsCommand : public LayerBenchCommand {
     return text;
   }
 
-  const SpareMappings spare_;         // one prefill leaves its memory to the next, as in a server in use
   std::array<Measured, 2> measured_;  // with experts, and dense
 };
 

@@ -5,6 +5,7 @@
 #include <memory>
 #include <string>
 
+#include "kernels/cpu/host_memory.h"
 #include "server/cli/bench/bench.h"
 #include "tests/server/cli/command_line.h"
 
@@ -199,6 +200,14 @@ TEST(Bench, RefusesNumbersOutOfTheirRange) {
             "--scenario: 'rest' is none of mix, flight and overload");
   EXPECT_EQ(refused({"serve", "--scenario", "mix", "--seconds", "0"}), "--seconds: '0' is no number above 0");
   EXPECT_EQ(refused({"serve", "--scenario", "mix", "--load", "-1"}), "--load: '-1' is no number above 0");
+}
+
+// Every command is made in every process, a server's, too.
+TEST(Bench, KeepsNoMemoryBeforeItRuns) {
+  CLI::App app;
+  const std::unique_ptr<Command> bench = AddBenchCommand(app);
+  EXPECT_TRUE(MapHostMemory(size_t{8} << 20).ok());
+  EXPECT_EQ(SpareMappings::spare_bytes(), 0u);
 }
 
 }  // namespace
