@@ -93,16 +93,16 @@ absl::StatusOr<EmbeddedPool> LoadEmbeddedPool(const EngineOptions& options, cons
                                                    "; give less, or leave it out"));
   }
   std::vector<std::shared_ptr<const Model>> on_device;
-  std::optional<ChosenWeights> weights;  // chosen for the first device: the others are alike
+  std::optional<ChosenWeights> weights;  // of all devices
   const auto load = [&](int index) -> absl::StatusOr<std::shared_ptr<Device>> {
     std::shared_ptr<Device> device;
     const auto place_for = [&](const ModelShape& shape) -> absl::StatusOr<WeightPlace> {
-      RETURN_IF_ERROR(hardware.CheckModel(index, shape));
       if (!weights.has_value()) {
+        RETURN_IF_ERROR(hardware.CheckModel(shape));
         ASSIGN_OR_RETURN(weights, ChooseWeights(options, shape, hardware));
       }
       ASSIGN_OR_RETURN(device, hardware.Make(index, shape.dtype));
-      return WeightPlace(device.get(), weights->plan.mode);
+      return WeightPlace(device.get(), weights->plan.mode, hardware.in_host_memory());
     };
     ASSIGN_OR_RETURN(std::shared_ptr<const Model> model,
                      Model::Load(options.model_path, hardware.dtype(), place_for));

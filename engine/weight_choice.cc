@@ -12,7 +12,6 @@
 #include "engine/comm/checksum.h"
 #include "engine/devices/free_memory.h"
 #include "engine/model/layer_shape.h"
-#include "kernels/cpu/gemm.h"
 #include "kernels/return_if_error.h"
 
 namespace meshfill {
@@ -26,18 +25,32 @@ struct Instant {
   double busy_seconds = static_cast<double>(std::clock()) / CLOCKS_PER_SEC;
 };
 
-// Sets the seconds of weights from the time that `sample_bytes` have taken since `begin`.
+// Sets the seconds of weights from the time that `sample_bytes` have taken since `begin`. `on_ranks_cores`:
+// it was taken from cores that ranks compute on.
 void SetSeconds(const WeightBytes& bytes, double sample_bytes, const Instant& begin,
-                const EngineOptions& options, PlanWeights& weights) {
+                const EngineOptions& options, bool on_ranks_cores, PlanWeights& weights) {
   const Instant end;
   const double cores =
       options.threads > 0 ? options.threads : std::max(1u, std::thread::hardware_concurrency());
   const double scale = static_cast<double>(bytes.most_layer) / sample_bytes;
   weights.layer_seconds = scale * std::chrono::duration<double>(end.wall - begin.wall).count();
-  weights.layer_busy_seconds =
-      std::min(weights.layer_seconds, scale * (end.busy_seconds - begin.busy_seconds) / cores);
+  const double busy = on_ranks_cores ? scale * (end.busy_seconds - begin.busy_seconds) / cores : 0;
+  weights.layer_busy_seconds = std::min(weights.layer_seconds, busy);
   weights.head_seconds =
       weights.layer_seconds * static_cast<double>(bytes.head) / static_cast<double>(bytes.most_layer);
+}
+
+absl::Status CheckWeightMode(const EngineOptions& options, const PoolDevices& hardware) {
+  if (options.weights != WeightMode::kSharded) return absl::OkStatus();
+  if (!hardware.in_host_memory()) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("model.weights is sharded, and the ranks of ", hardware.DeviceName(0),
+                     " share no weights; set resident, streamed or auto, or choose the device cpu"));
+  }
+  if (options.of_worker) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      "model.weights is sharded, which is for the workers of a pool; the ranks of one process have one "
+      "copy of the weights together: set resident, streamed or auto");
 }
 
 // The seconds of weights that workers share: of a thread that sends and receives as much as a layer.
@@ -51,7 +64,7 @@ void MeasureSharing(const EngineOptions& options, const WeightBytes& bytes, Plan
     std::memcpy(to.data(), from.data(), kSample);
     from[pass] = static_cast<std::byte>(sums);
   }
-  SetSeconds(bytes, static_cast<double>(kSample), begin, options, weights);
+  SetSeconds(bytes, static_cast<double>(kSample), begin, options, /*on_ranks_cores=*/true, weights);
 }
 
 }  // namespace
@@ -64,35 +77,25 @@ WeightMode AutoWeightMode(int64_t resident_bytes, int64_t free_bytes, int64_t me
 
 absl::StatusOr<ChosenWeights> ChooseWeights(const EngineOptions& options, const ModelShape& shape,
                                             const PoolDevices& hardware) {
+  RETURN_IF_ERROR(CheckWeightMode(options, hardware));
   const WeightBytes bytes = WeightBytesOf(shape, hardware.WeightDType(shape.dtype));
-  if (!hardware.in_host_memory()) {
-    if (options.weights.value_or(WeightMode::kResident) != WeightMode::kResident) {
-      return absl::InvalidArgumentError(absl::StrCat(
-          "model.weights is ", WeightModeName(*options.weights), ", and the ranks of ",
-          hardware.DeviceName(0), " keep all weights; set resident or auto, or choose the device cpu"));
-    }
-    const int64_t on_devices = hardware.count() * (bytes.layers + bytes.head + bytes.embedding);
-    return ChosenWeights{.plan = {.loaded_bytes = on_devices},
-                         .modes = {{WeightMode::kResident, on_devices, true}}};  // CheckModel's to say
-  }
-  const int64_t widened = options.ranks * std::min(MostWidenedBytes(shape, hardware.WeightDType(shape.dtype)),
-                                                   CpuGemm::kWidenedBytes);
-  const PlanWeights resident{.loaded_bytes = hardware.count() * (bytes.layers + bytes.head),
+  const int64_t copies = hardware.count();
+  const int64_t widened = options.ranks * hardware.WidenedBytes(shape);
+  // In the host's memory the table is the mapped file's.
+  const int64_t table = hardware.in_host_memory() ? 0 : bytes.embedding;
+  const PlanWeights resident{.loaded_bytes = copies * (bytes.layers + bytes.head + table),
                              .run_bytes = widened};
   const PlanWeights streamed{.mode = WeightMode::kStreamed,
-                             .run_bytes = hardware.count() * kPartsAhead * bytes.most_layer + widened};
+                             .loaded_bytes = copies * table,
+                             .run_bytes = copies * kPartsAhead * bytes.most_layer + widened};
   // A worker's share is not known before the pool is: the leader counts it.
   PlanWeights sharded{.mode = WeightMode::kSharded,
                       .loaded_bytes = bytes.layers + bytes.head,
                       .run_bytes = kPartsAhead * bytes.most_layer + widened,
                       .layer_bytes = bytes.most_layer,
                       .head_bytes = bytes.head};
-  if (options.weights == WeightMode::kSharded && !options.of_worker) {
-    return absl::InvalidArgumentError(
-        "model.weights is sharded, which is for the workers of a pool; the ranks of one process have one "
-        "copy of the weights together: set resident, streamed or auto");
-  }
-  const int64_t free = FreeMemoryBytes();
+  ASSIGN_OR_RETURN(const int64_t free_of_each, hardware.FreeBytes());
+  const int64_t free = copies * free_of_each;
   const auto fits = [free](int64_t needed) { return free == 0 || needed <= free; };
   const WeightMode mode =
       options.weights.value_or(AutoWeightMode(resident.loaded_bytes, free, options.memory_budget_bytes));
@@ -101,20 +104,22 @@ absl::StatusOr<ChosenWeights> ChooseWeights(const EngineOptions& options, const 
   const PlanWeights& chosen = mode == WeightMode::kResident   ? resident
                               : mode == WeightMode::kStreamed ? streamed
                                                               : sharded;
-  const int64_t needed = chosen.run_bytes + (mode == WeightMode::kSharded ? 0 : chosen.loaded_bytes);
-  if (fits(needed)) {
+  const auto needs = [](const PlanWeights& weights) {
+    return weights.run_bytes + (weights.mode == WeightMode::kSharded ? 0 : weights.loaded_bytes);
+  };
+  if (fits(needs(chosen))) {
     return ChosenWeights{
         .plan = chosen,
         .shared = may_share ? std::optional(sharded) : std::nullopt,
         .modes = {{WeightMode::kResident, resident.loaded_bytes, fits(resident.loaded_bytes)},
-                  {WeightMode::kStreamed, streamed.run_bytes, fits(streamed.run_bytes)}}};
+                  {WeightMode::kStreamed, needs(streamed), fits(needs(streamed))}}};
   }
-  const bool would_stream = mode == WeightMode::kResident && fits(streamed.run_bytes);
+  const bool would_stream = mode == WeightMode::kResident && fits(needs(streamed));
   return absl::ResourceExhaustedError(absl::StrCat(
-      "the weights need ", GibText(needed), " of memory ", WeightModeName(mode), ", and ", GibText(free),
-      " are free; ",
-      would_stream ? absl::StrCat("set model.weights to streamed, which needs ", GibText(streamed.run_bytes))
-                   : "use a machine with more"));
+      hardware.in_host_memory() ? "" : absl::StrCat(hardware.DeviceName(0), ": "), "the weights need ",
+      GibText(needs(chosen)), " of memory ", WeightModeName(mode), ", and ", GibText(free), " are free; ",
+      would_stream ? absl::StrCat("set model.weights to streamed, which needs ", GibText(needs(streamed)))
+                   : absl::StrCat("use a ", hardware.in_host_memory() ? "machine" : "GPU", " with more")));
 }
 
 absl::Status MeasureStream(const EngineOptions& options, const PoolDevices& hardware, const Model& model,
@@ -125,7 +130,7 @@ absl::Status MeasureStream(const EngineOptions& options, const PoolDevices& hard
   RETURN_IF_ERROR(feed->Take(0, 0, kFirstReadTimeout).status());
   const LayerShape first = LayerShapeOf(model.shape(), model.config().layers.front());
   SetSeconds(WeightBytesOf(model.shape(), packed), static_cast<double>(LayerMatrixBytes(first, packed)),
-             begin, options, weights);
+             begin, options, hardware.in_host_memory(), weights);
   return absl::OkStatus();
 }
 
@@ -139,7 +144,7 @@ absl::Status MeasurePacking(const EngineOptions& options, const PoolDevices& har
   RETURN_IF_ERROR(device.PackWeight({&rows, 1}, kWidth).status());
   const DType packed = hardware.WeightDType(shape.dtype);
   SetSeconds(WeightBytesOf(shape, packed), static_cast<double>(kWidth * kWidth * DTypeBytes(packed)), begin,
-             options, weights);
+             options, hardware.in_host_memory(), weights);
   return absl::OkStatus();
 }
 

@@ -23,11 +23,11 @@ struct ChosenWeights {
 };
 
 // INVALID_ARGUMENT: the options ask for what the devices cannot. RESOURCE_EXHAUSTED: the weights do not fit
-// the host's memory so; the message has the bytes, and what would.
+// the devices' memory so; the message has the bytes, and what would.
 absl::StatusOr<ChosenWeights> ChooseWeights(const EngineOptions& options, const ModelShape& shape,
                                             const PoolDevices& hardware);
 
-// The mode in the host's memory where nobody says one. Weights are resident where they leave a fifth of what
+// The mode where nobody says one. Weights are resident where they leave a fifth of what
 // is free, or the budget that prefills were given, and where they are a tenth of what is free or less.
 // `free_bytes` 0: not known. `memory_budget_bytes` 0: none was given.
 WeightMode AutoWeightMode(int64_t resident_bytes, int64_t free_bytes, int64_t memory_budget_bytes);

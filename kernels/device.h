@@ -82,7 +82,7 @@ struct WeightRows {
   DType dtype;
   int64_t rows;
   const float* bias = nullptr;        // [rows] or null
-  const RowSource* source = nullptr;  // only on a device whose memory is the host's
+  const RowSource* source = nullptr;
   // FP8 only: an element's value is the element times the scale of its block of scale_rows · scale_columns.
   // [⌈rows / scale_rows⌉, ⌈in_features / scale_columns⌉], f32, finite.
   const float* scales = nullptr;

@@ -31,7 +31,7 @@ INNER = {
     "engine/kv": {"engine/mesh", "engine/model"},
     "engine/run": {"engine/mesh", "engine/schedule", "engine/model", "engine/comm", "engine/plan", "engine/kv"},
     "engine/devices": {"engine/model", "engine/plan", "engine/comm"},
-    "engine/devices/cpu": {"engine/devices", "engine/speed", "engine/comm/gloo"},
+    "engine/devices/cpu": {"engine/devices", "engine/model", "engine/speed", "engine/comm/gloo"},
     "engine/devices/cuda": {"engine/devices", "engine/model", "engine/plan", "engine/speed", "engine/comm/nccl"},
     "engine/sim": {"engine/mesh", "engine/schedule", "engine/model", "engine/plan"},
     "engine": {"engine/mesh", "engine/schedule", "engine/model", "engine/comm", "engine/plan", "engine/kv", "engine/run",

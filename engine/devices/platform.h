@@ -46,12 +46,15 @@ class PoolDevices {
   // True: the ranks' memory is the host's. False: what is kept for clients is copied to the host.
   virtual bool in_host_memory() const = 0;
 
-  // INVALID_ARGUMENT: a model that the device does not compute. RESOURCE_EXHAUSTED: its weights do not fit,
-  // with the bytes that they need and that are free.
-  virtual absl::Status CheckModel(int device, const ModelShape& shape) const = 0;
+  // INVALID_ARGUMENT: a model that the devices do not compute.
+  virtual absl::Status CheckModel(const ModelShape& shape) const = 0;
   virtual absl::StatusOr<std::unique_ptr<Device>> Make(int device, DType dtype) const = 0;
   // What the weights' matrices are held in, for ranks that compute in `dtype`.
   virtual DType WeightDType(DType dtype) const = 0;
+  // Bytes that a rank's products take at most to widen weights in FP8 and MXFP4.
+  virtual int64_t WidenedBytes(const ModelShape& shape) const = 0;
+  // Bytes that each device has free at least, before there are weights; 0: not known.
+  virtual absl::StatusOr<int64_t> FreeBytes() const = 0;
   // Once, when the devices have their weights: takes what later runs take at their first use.
   virtual absl::Status WarmUp(const ModelShape& shape, DevicesByRank devices) const = 0;
 

@@ -1,6 +1,7 @@
 #include "engine/model/layer_shape.h"
 
 #include <algorithm>
+#include <map>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_replace.h"
@@ -193,18 +194,38 @@ int64_t LayerMatrixBytes(const LayerShape& shape, DType packed) {
   return bytes;
 }
 
+namespace {
+
+// Elements of a layer's matrices in FP8 and MXFP4, by product.
+std::map<LayerPart, int64_t> NarrowElements(const LayerShape& shape) {
+  std::map<LayerPart, int64_t> elements;
+  for (const LayerTensor& tensor : LayerTensors(shape)) {
+    const bool in_fp8 = shape.fp8.rows != 0 && tensor.may_be_fp8();
+    if (in_fp8 || InFp4(shape, tensor)) elements[tensor.part] += tensor.elements();
+  }
+  return elements;
+}
+
+}  // namespace
+
 int64_t MostWidenedBytes(const ModelShape& model, DType packed) {
   int64_t most = 0;
   model.ForEachKind([&](const LayerForm& form, int) {
-    const LayerShape shape = LayerShapeOf(model, form);
-    int64_t elements = 0;
-    for (const LayerTensor& tensor : LayerTensors(shape)) {
-      const bool in_fp8 = shape.fp8.rows != 0 && tensor.may_be_fp8();
-      if (in_fp8 || InFp4(shape, tensor)) elements += tensor.elements();
-    }
-    most = std::max(most, elements * static_cast<int64_t>(DTypeBytes(packed)));
+    int64_t of_layer = 0;
+    for (const auto& [part, elements] : NarrowElements(LayerShapeOf(model, form))) of_layer += elements;
+    most = std::max(most, of_layer);
   });
-  return most;
+  return most * static_cast<int64_t>(DTypeBytes(packed));
+}
+
+int64_t MostWidenedProductBytes(const ModelShape& model, DType packed) {
+  int64_t most = 0;
+  model.ForEachKind([&](const LayerForm& form, int) {
+    for (const auto& [part, elements] : NarrowElements(LayerShapeOf(model, form))) {
+      most = std::max(most, elements);
+    }
+  });
+  return most * static_cast<int64_t>(DTypeBytes(packed));
 }
 
 const char* WeightModeName(WeightMode mode) {

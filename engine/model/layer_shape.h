@@ -114,8 +114,10 @@ int64_t LayersMatrixElements(const ModelShape& model);
 // Bytes of a layer's matrices, where those that are not in FP8 or MXFP4 are held in `packed`.
 int64_t LayerMatrixBytes(const LayerShape& shape, DType packed);
 
-// Bytes of the largest layer's matrices in FP8 and MXFP4 once they are widened to `packed`.
+// Bytes of matrices in FP8 and MXFP4 once they are widened to `packed`: of the largest layer, and of the
+// largest product of a layer, all experts' together.
 int64_t MostWidenedBytes(const ModelShape& model, DType packed);
+int64_t MostWidenedProductBytes(const ModelShape& model, DType packed);
 
 // How a model's weights are in the memory of the ranks.
 enum class WeightMode {

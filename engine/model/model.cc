@@ -18,7 +18,7 @@ constexpr size_t kEmbeddedAtATime = 256;
 }  // namespace
 
 // The table as the file holds it; `file` keeps it mapped. A copy only where the file has it unaligned, and on
-// a device with memory of its own.
+// a device with memory of its own: rows that are read there for each prompt would each be a small copy.
 class EmbeddingTable {
  public:
   EmbeddingTable(const FoundWeight& weight, int64_t width)
@@ -97,6 +97,7 @@ absl::StatusOr<std::unique_ptr<Model>> Model::Load(
   ASSIGN_OR_RETURN(model->final_norm_, tensors->PlaceFinalNorm(device));
   model->embedding_ = std::make_unique<EmbeddingTable>(tensors->embedding(), shape.hidden);
   if (place.mode == WeightMode::kStreamed) {
+    if (!place.in_host_memory) RETURN_IF_ERROR(model->embedding_->PlaceOn(device));
     model->embedding_->DropResidentPages();
     model->streamed_ = std::make_unique<StreamedWeights>(std::move(tensors), device);
     return model;
@@ -110,8 +111,13 @@ absl::StatusOr<std::unique_ptr<Model>> Model::Load(
     ASSIGN_OR_RETURN(LayerWeights packed, tensors->PackLayer(device, layer, nullptr));
     model->resident_.push_back({.layer = std::move(packed), .head = nullptr});
   }
-  ASSIGN_OR_RETURN(std::unique_ptr<PackedWeight> head, tensors->PackHead(device, 0, shape.vocab, nullptr));
-  model->resident_.push_back({.layer = {}, .head = std::move(head)});
+  // In the parts in which it streams: a device may add up the products of a wide matrix in another order.
+  const int64_t head_rows = RowsOfHeadPart(shape);
+  for (int64_t first = 0; first < shape.vocab; first += head_rows) {
+    ASSIGN_OR_RETURN(std::unique_ptr<PackedWeight> head,
+                     tensors->PackHead(device, first, std::min(head_rows, shape.vocab - first), nullptr));
+    model->resident_.push_back({.layer = {}, .head = std::move(head)});
+  }
   RETURN_IF_ERROR(model->embedding_->PlaceOn(device));
   model->embedding_->DropResidentPages();  // drops the packed tensors beside it, too
   return model;

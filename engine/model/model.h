@@ -24,11 +24,13 @@ class EmbeddingTable;
 class ModelTensors;
 class StreamedWeights;
 
-// Where a model's weights go. To stream or share them, the device's memory has to be the host's.
+// Where a model's weights go. To share them, the device's memory has to be the host's.
 struct WeightPlace {
-  WeightPlace(Device* on, WeightMode as = WeightMode::kResident) : device(on), mode(as) {}
+  WeightPlace(Device* on, WeightMode as = WeightMode::kResident, bool in_host_memory = true)
+      : device(on), mode(as), in_host_memory(in_host_memory) {}
   Device* device;
   WeightMode mode;
+  bool in_host_memory;  // false: the embedding is on the device, however the rest is held
 };
 
 class Model {

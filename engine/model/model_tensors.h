@@ -22,7 +22,7 @@
 namespace meshfill {
 
 // `before_read` says how a device comes by the elements. Null: it takes them from the mapped file. Else they
-// are read from the file, panel by panel, which a device in the host's memory alone can.
+// are read from the file, some rows at a time.
 //
 // Immutable; any thread may pack.
 class ModelTensors {

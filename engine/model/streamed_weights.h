@@ -23,8 +23,7 @@ namespace meshfill {
 int64_t RowsOfHeadPart(const ModelShape& shape);
 int HeadParts(const ModelShape& shape);
 
-// Thread-safe. The device's memory is the host's, and its operations have run when their calls return; it
-// outlives all feeds.
+// Thread-safe. The device outlives all feeds.
 class StreamedWeights {
  public:
   StreamedWeights(std::unique_ptr<const ModelTensors> tensors, Device& device);

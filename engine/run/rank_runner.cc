@@ -237,6 +237,8 @@ class Runner {
     if (run_.weights.mode() == WeightMode::kResident) {
       return run_.weights.Take(run_.reader, part, run_.wait_timeout);
     }
+    // The part before is given back by this. A device may still be at it.
+    RETURN_IF_ERROR(stream_.Finish());
     double* const wait =
         run_.weights.mode() == WeightMode::kSharded ? &output_.stats.wait_seconds[Traffic::kGather] : nullptr;
     SpanTimer timer(wait, run_.recorder, {.kind = SpanKind::kWait, .what = "weights"});
@@ -512,6 +514,8 @@ bool ReadsHead(const Plan& plan, int rank, bool wants_logits) {
 
 absl::StatusOr<RankOutput> RunRank(const RankRun& run) {
   absl::StatusOr<RankOutput> output = Runner(run).Run();
+  // What an error has left queued reads the part that is given back.
+  if (!output.ok() && run.weights.mode() != WeightMode::kResident) run.stream.Finish().IgnoreError();
   run.weights.Leave(run.reader);
   return output;
 }

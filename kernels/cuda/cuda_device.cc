@@ -1,6 +1,8 @@
 #include "kernels/cuda/cuda_device.h"
 
+#include <algorithm>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -18,6 +20,9 @@
 
 namespace meshfill {
 namespace {
+
+// Threads that read weights. More than eight of them read faster than a link moves.
+int UploadThreads() { return std::clamp(static_cast<int>(std::thread::hardware_concurrency()), 1, 8); }
 
 class CudaDevice final : public Device {
  public:
@@ -134,6 +139,7 @@ absl::StatusOr<std::unique_ptr<Device>> MakeCudaDevice(const CudaDeviceInfo& inf
   CudaLane loading;
   ASSIGN_OR_RETURN(loading.retire, CudaQueue::Make(info.ordinal));
   ASSIGN_OR_RETURN(loading.queue, CudaQueue::Make(info.ordinal));
+  ASSIGN_OR_RETURN(loading.row_uploads, CudaRowUploads::Make(info.ordinal, UploadThreads()));
   ASSIGN_OR_RETURN(std::unique_ptr<CudaGemm> gemm, CudaGemm::Make());
   return std::make_unique<CudaDevice>(info, std::move(gemm), std::move(loading));
 }

@@ -8,6 +8,7 @@
 #include "kernels/cuda/host_copies.h"
 #include "kernels/cuda/memory.h"
 #include "kernels/cuda/queue.h"
+#include "kernels/cuda/row_uploads.h"
 
 namespace meshfill {
 
@@ -17,6 +18,7 @@ struct CudaLane {
   std::shared_ptr<CudaQueue> retire;  // the device's: frees what several queues used
   BufferRef workspace;                // scratch memory of matrix products, CudaGemm::kWorkspaceBytes
   std::unique_ptr<CudaHostCopies> host_copies;  // null: this lane loads weights
+  std::unique_ptr<CudaRowUploads> row_uploads;  // null: it does not
 
   absl::StatusOr<BufferRef> Allocate(size_t size_bytes) const {
     return CudaAllocation::Allocate(size_bytes, queue, retire);

@@ -11,6 +11,7 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/strings/str_cat.h"
 #include "kernels/cuda/cublaslt_library.h"
+#include "kernels/cuda/cuda_weight.h"
 #include "kernels/cuda/expert_ops.h"
 #include "kernels/cuda/launch_status.h"
 #include "kernels/cuda/layer_ops.h"
@@ -24,14 +25,6 @@ namespace {
 constexpr int64_t kTimedTokens = 1024;
 constexpr int kCandidates = 4;
 constexpr int kTimedRuns = 3;
-
-class CudaWeight final : public PackedWeight {
- public:
-  CudaWeight(int64_t out_features, int64_t in_features) : PackedWeight(out_features, in_features) {}
-  BufferRef matrix;     // [out, in], bf16
-  BufferRef bias_f32;   // [out], or null
-  BufferRef bias_bf16;  // [out], or null
-};
 
 // What a shape's algorithm is chosen by.
 struct Shape {
@@ -164,26 +157,7 @@ class CublasGemm final : public CudaGemm {
 
   absl::StatusOr<std::unique_ptr<PackedWeight>> Pack(std::span<const WeightRows> rows, int64_t in_features,
                                                      const CudaLane& lane) override {
-    int64_t out_features = 0;
-    bool bias = false;
-    for (const WeightRows& source : rows) {
-      if (source.data == nullptr) return absl::UnimplementedError("a GPU packs rows that are in memory");
-      if (source.scales != nullptr) return absl::UnimplementedError("a GPU packs no rows of FP8");
-      if (source.exponents != nullptr) return absl::UnimplementedError("a GPU packs no rows of MXFP4");
-      out_features += source.rows;
-      bias = bias || source.bias != nullptr;
-    }
-    auto weight = std::make_unique<CudaWeight>(out_features, in_features);
-    ASSIGN_OR_RETURN(weight->matrix, lane.Allocate(out_features * in_features * sizeof(BFloat16)));
-    int64_t first = 0;
-    for (const WeightRows& source : rows) {
-      RETURN_IF_ERROR(
-          UploadRows(source, in_features, weight->matrix->data<BFloat16>() + first * in_features, lane));
-      first += source.rows;
-    }
-    if (!bias) return weight;
-    RETURN_IF_ERROR(UploadBias(rows, out_features, *weight, lane));
-    return weight;
+    return PackCudaWeight(rows, in_features, lane);
   }
 
   absl::Status Run(const GemmArgs& args, const CudaLane& lane) override {
@@ -191,28 +165,37 @@ class CublasGemm final : public CudaGemm {
     const auto& weight = static_cast<const CudaWeight&>(*args.weight);
     const BufferRef& bias = args.y_dtype == DType::kF32 ? weight.bias_f32 : weight.bias_bf16;
     const void* const bias_data = bias == nullptr ? nullptr : bias->data();
+    const CudaWeight* const weights[] = {&weight};
+    ASSIGN_OR_RETURN(const WidenedMatrices widened, WidenMatrices(weights, lane));
+    const BFloat16* const matrix = widened.matrix.front();
     const Shape shape{.tokens = args.tokens,
                       .in_features = weight.in_features(),
                       .out_features = weight.out_features(),
                       .y_dtype = args.y_dtype,
                       .accumulate = args.accumulate,
                       .bias = bias != nullptr,
-                      .alignment = AlignmentOf({weight.matrix->data(), args.x, args.y, bias_data})};
+                      .alignment = AlignmentOf({matrix, args.x, args.y, bias_data})};
     Product product(lt_, shape, bias_data);
     RETURN_IF_ERROR(product.status());
     ASSIGN_OR_RETURN(cublasLtMatmulAlgo_t algorithm,
-                     chosen_.Of(shape, [&] { return Choose(shape, product, weight, args.x, lane); }));
-    return product.Run(handle_, algorithm, weight.matrix->data(), args.x, args.accumulate, args.y,
-                       lane.workspace->data(), lane.queue->get());
+                     chosen_.Of(shape, [&] { return Choose(shape, product, matrix, args.x, lane); }));
+    return product.Run(handle_, algorithm, matrix, args.x, args.accumulate, args.y, lane.workspace->data(),
+                       lane.queue->get());
   }
 
   absl::Status RunExperts(const ExpertGemmArgs& args, const CudaLane& lane) override {
-    std::vector<ExpertMatrix> experts;
-    experts.reserve(args.weights.size());
+    std::vector<const CudaWeight*> weights;
+    weights.reserve(args.weights.size());
     for (const std::unique_ptr<PackedWeight>& packed : args.weights) {
-      const auto& weight = static_cast<const CudaWeight&>(*packed);
-      experts.push_back({.matrix = weight.matrix->data<BFloat16>(),
-                         .bias = weight.bias_f32 == nullptr ? nullptr : weight.bias_f32->data<float>()});
+      weights.push_back(static_cast<const CudaWeight*>(packed.get()));
+    }
+    ASSIGN_OR_RETURN(const WidenedMatrices widened, WidenMatrices(weights, lane));
+    std::vector<ExpertMatrix> experts;
+    experts.reserve(weights.size());
+    for (size_t i = 0; i < weights.size(); ++i) {
+      const BufferRef& bias = weights[i]->bias_f32;
+      experts.push_back(
+          {.matrix = widened.matrix[i], .bias = bias == nullptr ? nullptr : bias->data<float>()});
     }
     const size_t size_bytes = experts.size() * sizeof(ExpertMatrix);
     ASSIGN_OR_RETURN(const BufferRef on_device, lane.Allocate(size_bytes));
@@ -229,7 +212,7 @@ class CublasGemm final : public CudaGemm {
   }
 
  private:
-  absl::StatusOr<cublasLtMatmulAlgo_t> Choose(const Shape& shape, Product& product, const CudaWeight& weight,
+  absl::StatusOr<cublasLtMatmulAlgo_t> Choose(const Shape& shape, Product& product, const BFloat16* matrix,
                                               const void* x, const CudaLane& lane) {
     ASSIGN_OR_RETURN(std::vector<cublasLtMatmulAlgo_t> candidates,
                      product.Candidates(handle_, shape.alignment));
@@ -242,7 +225,7 @@ class CublasGemm final : public CudaGemm {
     cublasLtMatmulAlgo_t fastest = candidates.front();
     for (const cublasLtMatmulAlgo_t& candidate : candidates) {
       absl::StatusOr<double> seconds = Time(*lane.queue, [&] {
-        return product.Run(handle_, candidate, weight.matrix->data(), x, shape.accumulate, (*y)->data(),
+        return product.Run(handle_, candidate, matrix, x, shape.accumulate, (*y)->data(),
                            lane.workspace->data(), lane.queue->get());
       });
       if (!seconds.ok() || *seconds >= least_seconds) continue;  // one that fails is not the one
@@ -263,31 +246,6 @@ class CublasGemm final : public CudaGemm {
     ASSIGN_OR_RETURN(const std::shared_ptr<const CudaPoint> end, queue.Mark());
     RETURN_IF_ERROR(LaunchStatus("timing a product", cudaStreamSynchronize(queue.get())));
     return end->SecondsSince(*begin) / kTimedRuns;
-  }
-
-  // Rows of the file's dtype, through memory of their own where they are rounded.
-  static absl::Status UploadRows(const WeightRows& source, int64_t in_features, BFloat16* to,
-                                 const CudaLane& lane) {
-    const int64_t count = source.rows * in_features;
-    if (source.dtype == DType::kBf16) return lane.queue->Upload(source.data, count * sizeof(BFloat16), to);
-    ASSIGN_OR_RETURN(BufferRef raw, lane.Allocate(count * DTypeBytes(source.dtype)));
-    RETURN_IF_ERROR(lane.queue->Upload(source.data, raw->size_bytes(), raw->data()));
-    return LaunchConvert(raw->data(), source.dtype, count, DType::kBf16, to, lane.queue->get());
-  }
-
-  static absl::Status UploadBias(std::span<const WeightRows> rows, int64_t out_features, CudaWeight& weight,
-                                 const CudaLane& lane) {
-    std::vector<float> all(out_features);
-    int64_t first = 0;
-    for (const WeightRows& source : rows) {
-      if (source.bias != nullptr) std::copy_n(source.bias, source.rows, all.begin() + first);
-      first += source.rows;
-    }
-    ASSIGN_OR_RETURN(weight.bias_f32, lane.Allocate(out_features * sizeof(float)));
-    ASSIGN_OR_RETURN(weight.bias_bf16, lane.Allocate(out_features * sizeof(BFloat16)));
-    RETURN_IF_ERROR(lane.queue->Upload(all.data(), out_features * sizeof(float), weight.bias_f32->data()));
-    return LaunchConvert(weight.bias_f32->data(), DType::kF32, out_features, DType::kBf16,
-                         weight.bias_bf16->data(), lane.queue->get());
   }
 
   const CublasLt& lt_;

@@ -1,4 +1,5 @@
-// Linear layers on a CUDA device: cuBLASLt's matmul, bf16 in, f32 sums, the bias in its epilogue.
+// Linear layers on a CUDA device: cuBLASLt's matmul, bf16 in, f32 sums, the bias in its epilogue. Weights in
+// FP8 and MXFP4 are widened to bf16 for each product.
 //
 // cuBLASLt thinks in columns: row-major y = x Wᵀ is its D = Aᵀ B with A = W, [in, out], and B = x, [in,
 // tokens].
@@ -27,8 +28,7 @@ class CudaGemm {
   static absl::StatusOr<std::unique_ptr<CudaGemm>> Make();
   virtual ~CudaGemm() = default;
 
-  // Device::PackWeight, enqueued. bf16 as the file has it, rounded where it has another dtype; biases in f32
-  // and in bf16, of which the one in y's dtype is added.
+  // Device::PackWeight, enqueued: a CudaWeight (cuda_weight.h). Of its biases the one in y's dtype is added.
   virtual absl::StatusOr<std::unique_ptr<PackedWeight>> Pack(std::span<const WeightRows> rows,
                                                              int64_t in_features, const CudaLane& lane) = 0;
 

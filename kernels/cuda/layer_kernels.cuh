@@ -14,6 +14,7 @@
 
 #include "kernels/cuda/divisor.h"
 #include "kernels/cuda/fragments.h"
+#include "kernels/cuda/narrow_matrix.h"
 #include "kernels/dtype.h"
 #include "kernels/stream.h"
 
@@ -270,7 +271,48 @@ struct LayerKernels {
     }
   }
 
+  // Matrices of `rows` rows and `width` columns each, one after the other, to bf16: a CTA a row. A thread
+  // takes kVector elements that share a scale: one, or eight.
+  template <int kVector>
+  static MESHFILL_DEVICE void Widen(const NarrowMatrix* matrices, uint32_t all_rows, Divisor rows,
+                                    uint32_t width, BFloat16* to) {
+    for (uint32_t row = Machine::Block(); row < all_rows; row += Machine::Blocks()) {
+      const uint32_t index = rows.Quotient(row), row_of_matrix = row - index * rows.value();
+      const NarrowMatrix matrix = matrices[index];
+      const int64_t first_scale = int64_t{row_of_matrix} * matrix.scales_of_row;
+      const int64_t first = int64_t{row_of_matrix} * width;
+      for (uint32_t i = Machine::Thread() * kVector; i < width; i += kLayerThreads * kVector) {
+        const int64_t scale = first_scale + matrix.scale_columns.Quotient(i);
+        float values[kVector];
+        if (matrix.fp4) {
+          LoadFp4(matrix.elements, first + i, values);
+          const float factor = E8M0ToFloat(static_cast<const uint8_t*>(matrix.scales)[scale]);
+          for (float& value : values) value *= factor;
+        } else {
+          const auto vector =
+              *reinterpret_cast<const ElementVector<uint8_t, kVector>*>(matrix.elements + first + i);
+          const float factor = static_cast<const float*>(matrix.scales)[scale];
+          for (int e = 0; e < kVector; ++e) values[e] = Fp8ToFloat(vector.at[e]) * factor;
+        }
+        StoreVector(values, to + int64_t{row} * width + i);
+      }
+    }
+  }
+
  private:
+  // Element `first` and those behind it; of several, `first` is even.
+  template <int kVector>
+  static MESHFILL_DEVICE void LoadFp4(const uint8_t* elements, int64_t first, float (&to)[kVector]) {
+    if constexpr (kVector == 1) {
+      to[0] = Fp4ToFloat(static_cast<uint8_t>(elements[first / 2] >> first % 2 * 4));
+    } else {
+      const auto bytes = *reinterpret_cast<const ElementVector<uint8_t, kVector / 2>*>(elements + first / 2);
+      for (int e = 0; e < kVector; ++e) {
+        to[e] = Fp4ToFloat(static_cast<uint8_t>(bytes.at[e / 2] >> e % 2 * 4));
+      }
+    }
+  }
+
   // This thread's share of the sum of a row's squares.
   template <int kVector>
   static MESHFILL_DEVICE float Squares(const float* row, int64_t width) {

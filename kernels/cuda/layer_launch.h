@@ -3,11 +3,14 @@
 #ifndef MESHFILL_KERNELS_CUDA_LAYER_LAUNCH_H_
 #define MESHFILL_KERNELS_CUDA_LAYER_LAUNCH_H_
 
+#include <algorithm>
 #include <cstdint>
 #include <initializer_list>
+#include <span>
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
+#include "kernels/cuda/narrow_matrix.h"
 #include "kernels/stream.h"
 
 namespace meshfill {
@@ -20,6 +23,16 @@ inline bool FitsVectors(const void* pointer, DType dtype, int elements,
     if (stride % elements != 0) return false;
   }
   return true;
+}
+
+// True where eight elements at a time are widened to `to`, and share a scale.
+inline bool WidensVectors(std::span<const NarrowMatrix> matrices, int64_t width, const BFloat16* to) {
+  if (!FitsVectors(to, DType::kBf16, 8, {width})) return false;
+  return std::all_of(matrices.begin(), matrices.end(), [](const NarrowMatrix& matrix) {
+    const uintptr_t bytes = matrix.fp4 ? 4 : 8;
+    return reinterpret_cast<uintptr_t>(matrix.elements) % bytes == 0 &&
+           (matrix.scales_of_row == 1 || matrix.scale_columns.value() % 8 == 0);
+  });
 }
 
 // Kernels that divide a row's number take it in 32 bits (divisor.h): of bf16 heads of 128, that is a

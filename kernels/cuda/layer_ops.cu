@@ -90,6 +90,13 @@ __global__ void __launch_bounds__(kLayerThreads) ConvertKernel(const void* from,
   Kernels::Convert<kVector>(static_cast<const From*>(from), vectors, static_cast<To*>(to));
 }
 
+template <int kVector>
+__global__ void __launch_bounds__(kLayerThreads)
+    WidenKernel(const NarrowMatrix* matrices, uint32_t all_rows, const __grid_constant__ Divisor rows,
+                uint32_t width, BFloat16* to) {
+  Kernels::Widen<kVector>(matrices, all_rows, rows, width, to);
+}
+
 constexpr int64_t kMostBlocks = (int64_t{1} << 31) - 1;
 
 // A CTA for each of `rows`, or for `rows_each` of them; no launch without rows.
@@ -234,6 +241,15 @@ absl::Status LaunchConvert(const void* from, DType from_dtype, int64_t count, DT
   return Launch("convert", rows, kLayerThreads, stream,
                 vectors ? ConvertOf<4>(from_dtype, to_dtype) : ConvertOf<1>(from_dtype, to_dtype), from, rows,
                 to);
+}
+
+absl::Status LaunchWiden(const WidenArgs& args, CUstream_st* stream) {
+  const int64_t all_rows = args.rows * std::ssize(args.matrices);
+  RETURN_IF_ERROR(RowsFitDivisor("widen", std::max(all_rows, args.width)));
+  return Launch("widen", all_rows, 1, stream,
+                WidensVectors(args.matrices, args.width, args.to) ? WidenKernel<8> : WidenKernel<1>,
+                args.on_device, static_cast<uint32_t>(all_rows), Divisor(static_cast<uint32_t>(args.rows)),
+                static_cast<uint32_t>(args.width), args.to);
 }
 
 }  // namespace meshfill

@@ -5,8 +5,10 @@
 #define MESHFILL_KERNELS_CUDA_LAYER_OPS_H_
 
 #include <cstdint>
+#include <span>
 
 #include "absl/status/status.h"
+#include "kernels/cuda/narrow_matrix.h"
 #include "kernels/dtype.h"
 #include "kernels/stream.h"
 
@@ -30,6 +32,16 @@ absl::Status LaunchActivate(const ActivateArgs& args, CUstream_st* stream);
 // Converts f32, bf16 or f16 to f32 or bf16.
 absl::Status LaunchConvert(const void* from, DType from_dtype, int64_t count, DType to_dtype, void* to,
                            CUstream_st* stream);
+
+// Matrices of one shape in FP8 or MXFP4.
+struct WidenArgs {
+  std::span<const NarrowMatrix> matrices;
+  const NarrowMatrix* on_device;  // the same, there
+  int64_t rows, width;            // of each; width even where one is of MXFP4
+  BFloat16* to;                   // [matrices, rows, width]
+};
+// Each element times its scale, in f32, rounded to bf16.
+absl::Status LaunchWiden(const WidenArgs& args, CUstream_st* stream);
 
 }  // namespace meshfill
 

@@ -34,42 +34,39 @@ struct Held {
 
 std::vector<Held> WaysToHold(const ModelShape& model, const GpuCluster& gpus, const PlanRequest& request) {
   const WeightBytes bytes = WeightBytesOf(model, DType::kBf16);
-  const int64_t two_layers = kPartsAhead * bytes.most_layer;
+  const int64_t widened = MostWidenedProductBytes(model, DType::kBf16);
+  const int64_t for_a_run = kPartsAhead * bytes.most_layer + widened;
   const int ranks = request.ranks;
   std::vector<Held> ways;
   const int64_t all = bytes.layers + bytes.head + bytes.embedding;
-  ways.push_back({.weights = {.loaded_bytes = ranks * all}, .kept_bytes = all});
+  ways.push_back({.weights = {.loaded_bytes = ranks * all, .run_bytes = ranks * widened},
+                  .kept_bytes = all,
+                  .passing_bytes = widened});
   if (ranks > 1) {
     std::vector<int> nodes(request.topology.node_of_seat.begin(),
                            request.topology.node_of_seat.begin() + ranks);
     const PlanWeights one = {.mode = WeightMode::kSharded,
                              .loaded_bytes = bytes.layers + bytes.head,
-                             .run_bytes = two_layers,
+                             .run_bytes = for_a_run,
                              .layer_bytes = bytes.most_layer,
                              .head_bytes = bytes.head};
     ways.push_back({.weights = SharedAmong(one, ranks, RingLink(request.topology, nodes)),
                     .kept_bytes = ShareBytes(one, ranks),
-                    .passing_bytes = two_layers});
+                    .passing_bytes = for_a_run});
   }
   if (gpus.host_bytes_per_second > 0) {
     const auto seconds = [&](int64_t moved) {
       return static_cast<double>(moved) / gpus.host_bytes_per_second;
     };
     ways.push_back({.weights = {.mode = WeightMode::kStreamed,
-                                .run_bytes = ranks * two_layers,
+                                .loaded_bytes = ranks * bytes.embedding,
+                                .run_bytes = ranks * for_a_run,
                                 .layer_seconds = seconds(bytes.most_layer),
                                 .head_seconds = seconds(bytes.head)},
-                    .passing_bytes = two_layers});
+                    .kept_bytes = bytes.embedding,
+                    .passing_bytes = for_a_run});
   }
   return ways;
-}
-
-std::vector<std::string> NotYet(const ModelShape& model, WeightMode mode) {
-  std::vector<std::string> not_yet;
-  if (mode != WeightMode::kResident) not_yet.push_back(absl::StrCat(WeightModeName(mode), " weights"));
-  if (model.fp8.rows != 0) not_yet.push_back("weights in FP8");
-  if (model.fp4_experts) not_yet.push_back("weights in MXFP4");
-  return not_yet;
 }
 
 }  // namespace
@@ -103,7 +100,8 @@ absl::StatusOr<GpuPlan> PlanOnGpus(const ModelShape& model, const GpuCluster& gp
     if (!best.has_value() || mode.seconds < best->plan.predicted.seconds) best = *std::move(choice);
   }
   if (best.has_value()) {
-    std::vector<std::string> not_yet = NotYet(model, best->weights.mode);
+    std::vector<std::string> not_yet;
+    if (best->weights.mode == WeightMode::kSharded) not_yet.push_back("sharded weights");
     return GpuPlan{
         .choice = *std::move(best), .speed = speed, .modes = std::move(modes), .not_yet = std::move(not_yet)};
   }

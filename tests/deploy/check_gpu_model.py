@@ -11,11 +11,12 @@ import time
 from check_gpu_run import Failed, NotRun, end_group
 from check_gpu_steps import PREFLIGHT, preflight
 
-MODEL_BYTES = 25e9  # of both
+MODEL_BYTES = 34e9  # of all three
 WEIGHTS_BYTES = 16.1e9
 LOAD_SECONDS = 30  # of the weights from the page cache, with a margin
 MODEL = "the model is written"
 EXPERTS = "the experts are written"
+NARROW = "the model in FP8 is written"
 
 
 def work_folder():
@@ -30,19 +31,20 @@ class Model:
 
     def __init__(self, run, shape):
         self.run, self.shape = run, dict(shape)
+        self.name = f"{self.shape['--arch']}-{self.shape['--dtype']}"
         self.work = work_folder()
         self.path = self.work / "model"
         self.writing = None
         if run.device:
             arguments = [str(word) for pair in shape for word in pair]
-            with (run.logs / f"make-{self.shape['--arch']}.log").open("wb") as output:  # beside the steps'
+            with (run.logs / f"make-{self.name}.log").open("wb") as output:  # beside the steps'
                 self.writing = run.start([run.folder / "bin/meshfill", "make-model", *arguments, "--out", self.path],
                                          output=output)
 
     def wait(self, limit):
         begin = time.monotonic()
         if self.writing.wait(timeout=limit) != 0:
-            raise Failed(f"make-model failed, see make-{self.shape['--arch']}.log: is the disk full?")
+            raise Failed(f"make-model failed, see make-{self.name}.log: is the disk full?")
         return f"waited {time.monotonic() - begin:.0f} s for it", True
 
     def close(self):
@@ -111,6 +113,19 @@ def prediction(run, model, tokens):
     return body
 
 
+def streamed(run, model, tokens, least):
+    """Weights that stream beside weights that stay (docs/tuning.md, Weights)."""
+    def body(limit):
+        result = run.json_of(run.program("meshfill", "bench", "weights", "--config", write_config(run, model, budget_bytes(run)),
+                                         "--tokens", tokens, "--rounds", 1, "--json", limit=limit))
+        ratio, layer = result["streamed_over_resident"], result["streamed"]["weight_seconds"]
+        run.figures[f"streamed, {tokens // 1024}k"] = ratio
+        return (f"{ratio:.3f} of resident, {result['streamed']['seconds']:.2f} s, of which the plan says {layer:.2f} for weights",
+                ratio >= least)
+
+    return body
+
+
 def mesh(run, sizes, model, tile):
     def body(limit):
         ratio = prefill(run, model, sizes.longest, "--tile", tile, "--compare", "1x1", limit=limit)["tokens_per_second_ratio"]
@@ -166,7 +181,9 @@ def longest_prompt(run, sizes, model):
 
 def model(run, sizes):
     with contextlib.ExitStack() as made:
-        model, experts = (made.enter_context(contextlib.closing(Model(run, shape))) for shape in (sizes.model, sizes.experts))
+        in_fp8 = tuple((key, "fp8" if key == "--dtype" else value) for key, value in sizes.model)
+        model, experts, narrow = (made.enter_context(contextlib.closing(Model(run, shape)))
+                                  for shape in (sizes.model, sizes.experts, in_fp8))
         preflight(run, sizes)
         run.step(f"one layer, {sizes.longest // 1024}k", "MFU 0.6", 60, layer(run, sizes), needs=[PREFLIGHT])
         run.step(MODEL, "there", 180, model.wait)
@@ -178,6 +195,12 @@ def model(run, sizes):
         for tokens in (sizes.short, sizes.long):
             name = prefill_name(tokens, "experts")
             run.step(name, "runs", 60, prefill_step(run, experts, name, tokens, 0), [PREFLIGHT, EXPERTS])
+        run.step(NARROW, "there", 120, narrow.wait)
+        name = prefill_name(sizes.long, "8B in FP8")
+        run.step(name, "runs", 60, prefill_step(run, narrow, name, sizes.long, 0), [PREFLIGHT, NARROW])
+        for tokens, least in ((sizes.long, 0), (sizes.longest, 0.95)):
+            run.step(f"8B streamed, {tokens // 1024}k", f"{least} of resident" if least else "runs", 90,
+                     streamed(run, model, tokens, least), needs)
         run.step(f"prediction, {sizes.longest // 1024}k", "within 5 %", 30, prediction(run, model, sizes.longest), needs)
         for tile in ("2x2", "1x4"):
             run.step(f"8B {sizes.longest // 1024}k, 4 ranks as {tile}", "0.95 of one rank", 100, mesh(run, sizes, model, tile),

@@ -166,6 +166,8 @@ class CheckGpuTest(unittest.TestCase):
         self.assertIn("met", rows["the model is written"], self.errors)
         self.assertGreater(self.figures["8B prefill, 0k"], 0, self.errors)
         self.assertGreater(self.figures["experts prefill, 0k"], 0, self.errors)
+        self.assertGreater(self.figures["8B in FP8 prefill, 0k"], 0, self.errors)
+        self.assertGreater(self.figures["streamed, 0k"], 0, self.errors)
         self.assertRegex(rows["longest prompt, 8B"], r"tokens fit \d+ GiB|no time|no prompt fits")
         self.assertEqual([*self.root.glob("meshfill-gpu-*"), *pathlib.Path("/dev/shm").glob("meshfill-gpu-*")], [])
 

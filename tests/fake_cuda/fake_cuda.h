@@ -33,6 +33,7 @@ struct FakeCuda {
 
   static bool has_context(int device);  // whether any thread has begun to use it
   static int64_t bytes_in_use();        // allocated and not yet freed by their calls
+  static int64_t TakeMostBytes();       // the most that were in use since the last call
   static inline int speed_measurements = 0;
   static int nccl_communicators();  // of all ranks, that were begun so far
   // As NCCL does between ranks of one host. Else they may share one, as ranks may that NCCL takes to be on

@@ -168,6 +168,30 @@ absl::Status LaunchConvert(const void* from, DType from_dtype, int64_t count, DT
   });
 }
 
+absl::Status LaunchWiden(const WidenArgs& args, CUstream_st* stream) {
+  const auto count = std::ssize(args.matrices);
+  if (count == 0) return absl::OkStatus();
+  return Enqueue(
+      "widen", stream,
+      [count, on_device = args.on_device, rows = args.rows, width = args.width, to = args.to](Stream&) {
+        BFloat16* const y = At(to);
+        for (int64_t m = 0; m < count; ++m) {
+          const NarrowMatrix matrix = At(on_device)[m];
+          const uint8_t* const elements = At(matrix.elements);
+          const void* const scales = At(matrix.scales);
+          for (int64_t i = 0; i < rows * width; ++i) {
+            const int64_t scale = i / width * matrix.scales_of_row + i % width / matrix.scale_columns.value();
+            const float value = matrix.fp4
+                                    ? Fp4ToFloat(static_cast<uint8_t>(elements[i / 2] >> i % 2 * 4)) *
+                                          E8M0ToFloat(static_cast<const uint8_t*>(scales)[scale])
+                                    : Fp8ToFloat(elements[i]) * static_cast<const float*>(scales)[scale];
+            y[m * rows * width + i] = BFloat16::FromFloat(value);
+          }
+        }
+        return absl::OkStatus();
+      });
+}
+
 absl::Status CudaAttentionBlock(const AttentionBlockArgs& args, DType dtype, const CudaDeviceTraits&,
                                 CUstream_st* stream, CudaAttentionKernel) {
   const bool aligned = (reinterpret_cast<uintptr_t>(args.q) | reinterpret_cast<uintptr_t>(args.k) |

@@ -36,7 +36,8 @@ constexpr size_t kGraveyardBytes = size_t{256} << 20;
 struct Allocation {
   std::unique_ptr<unsigned char[]> memory;
   size_t size_bytes;
-  bool freed = false;
+  bool freed = false;   // its free was called
+  bool buried = false;  // and has run
 };
 
 int DevicesFromEnvironment() {
@@ -74,6 +75,7 @@ class Memory {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (in_use_ + size_bytes > memory_bytes) return nullptr;
     in_use_ += size_bytes;
+    most_ = std::max(most_, in_use_);
     // With room before and behind, so that neighbours never touch.
     auto memory = std::unique_ptr<unsigned char[]>(new unsigned char[size_bytes + 512]);
     const uintptr_t begin = (reinterpret_cast<uintptr_t>(memory.get()) + 255) / 256 * 256;
@@ -99,6 +101,7 @@ class Memory {
   void Bury(void* device_pointer) {
     const std::lock_guard<std::mutex> lock(mutex_);
     graveyard_.push_back(reinterpret_cast<uintptr_t>(device_pointer) - kDeviceOffset);
+    allocations_.at(graveyard_.back()).buried = true;
     buried_ += allocations_.at(graveyard_.back()).size_bytes;
     while (buried_ > kGraveyardBytes) {
       const auto oldest = allocations_.find(graveyard_.front());
@@ -115,11 +118,17 @@ class Memory {
     --next;
     if (address > next->first + next->second.size_bytes)
       Fail("an operation was given a pointer to no allocation");
+    if (next->second.buried) Fail("an operation uses memory that was freed before it");
     return reinterpret_cast<void*>(address);
   }
   size_t in_use() {
     const std::lock_guard<std::mutex> lock(mutex_);
     return in_use_;
+  }
+  // The most that was in use since the last call.
+  size_t TakeMost() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return std::exchange(most_, in_use_);
   }
 
  private:
@@ -128,6 +137,7 @@ class Memory {
   std::deque<uintptr_t> graveyard_;
   size_t buried_ = 0;
   size_t in_use_ = 0;
+  size_t most_ = 0;
 };
 
 Memory& TheMemory() {
@@ -255,6 +265,7 @@ void FakeCuda::RepairDevice() {
   last_error = cudaSuccess;
 }
 bool FakeCuda::has_context(int device) { return (contexts >> device & 1) != 0; }
+int64_t FakeCuda::TakeMostBytes() { return static_cast<int64_t>(TheMemory().TakeMost()); }
 int64_t FakeCuda::bytes_in_use() { return static_cast<int64_t>(TheMemory().in_use()); }
 
 cudaError_t FakeCuda::Enqueue(cudaStream_t stream, std::function<void()> run) {
@@ -461,12 +472,15 @@ cudaError_t cudaFreeHost(void* pointer) {
   return ReturnInContext(cudaSuccess);
 }
 
-// To pinned memory in its turn. Pageable host memory: read before the call returns, written before it
-// returns.
+// To and from pinned memory in its turn. Pageable host memory: read before the call returns, written before
+// it returns.
 cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t size_bytes, cudaMemcpyKind kind,
                             cudaStream_t stream) {
   if (kind == cudaMemcpyHostToDevice) {
     if (meshfill::IsDevicePointer(from)) return ReturnInContext(cudaErrorInvalidValue);
+    if (meshfill::IsPinned(from)) {
+      return FakeCuda::Enqueue(stream, [=] { std::memcpy(FakeCuda::Memory(to), from, size_bytes); });
+    }
     std::vector<unsigned char> staged(static_cast<const unsigned char*>(from),
                                       static_cast<const unsigned char*>(from) + size_bytes);
     return FakeCuda::Enqueue(stream, [to, staged = std::move(staged)] {

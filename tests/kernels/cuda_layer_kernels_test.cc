@@ -320,5 +320,71 @@ TEST_F(CudaLayerKernelsTest, Convert) {
   });
 }
 
+// Matrices of both kinds side by side, eight elements at a time and one.
+TEST_F(CudaLayerKernelsTest, Widen) {
+  ForRandomDraws(10, [&] {
+    const bool fits = Draw(0, 1) == 1, fp4 = Draw(0, 1) == 1;
+    const auto width = static_cast<uint32_t>(fp4    ? kMxBlock * Draw(1, 20)
+                                             : fits ? 8 * Draw(1, 80)
+                                                    : Draw(1, 600));
+    const auto rows = static_cast<uint32_t>(Draw(1, 9)), count = static_cast<uint32_t>(Draw(1, 4));
+    Tensor got(DType::kBf16, int64_t{count} * rows * width), expected = got;
+    std::vector<NarrowMatrix> matrices;
+    std::vector<std::vector<uint8_t>> elements, exponents;
+    std::vector<Tensor> scales;
+    for (uint32_t m = 0; m < count; ++m) {
+      const bool has_fp4 = fp4 && Draw(0, 1) == 1;
+      const auto columns = static_cast<uint32_t>(has_fp4 ? kMxBlock
+                                                 : fits  ? 8 * Draw(1, 20)
+                                                         : Draw(1, width));
+      const uint32_t scales_of_row = (width + columns - 1) / columns;
+      elements.emplace_back(rows * width);
+      for (uint8_t& byte : elements.back()) {
+        do byte = static_cast<uint8_t>(Draw(0, 255));
+        while (!has_fp4 && (byte & 0x7f) == 0x7f);  // NaN
+      }
+      exponents.emplace_back(rows * scales_of_row);
+      for (uint8_t& exponent : exponents.back()) exponent = static_cast<uint8_t>(Draw(0, 254));
+      scales.push_back(Tensor::Normal(random_, DType::kF32, rows * scales_of_row));
+      for (uint32_t i = 0; i < rows * width; ++i) {
+        const uint32_t scale = i / width * scales_of_row + i % width / columns;
+        const float value = has_fp4 ? Fp4ToFloat(static_cast<uint8_t>(elements[m][i / 2] >> i % 2 * 4)) *
+                                          std::ldexp(1.0f, exponents[m][scale] - 127)
+                                    : Fp8ToFloat(elements[m][i]) * scales[m].At(scale);
+        expected.Set(int64_t{m} * rows * width + i, value);
+      }
+      matrices.push_back(
+          {.elements = elements[m].data(),
+           .scales = has_fp4 ? static_cast<const void*>(exponents[m].data()) : scales[m].data(),
+           .scale_columns = Divisor(columns),
+           .scales_of_row = scales_of_row,
+           .fp4 = has_fp4});
+    }
+    for (uint32_t m = 0; m < count; ++m) {  // tensors move while others are added
+      if (!matrices[m].fp4) matrices[m].scales = scales[m].data();
+    }
+    auto* const to = got.data<BFloat16>();
+    const auto kernel = WidensVectors(matrices, width, to) ? Kernels::Widen<8> : Kernels::Widen<1>;
+    Run([&] { kernel(matrices.data(), count * rows, Divisor(rows), width, to); });
+    EXPECT_TRUE(got.SameBits(expected));
+  });
+}
+
+TEST(WidensVectors, WantsAlignmentAndOneScaleForEight) {
+  alignas(16) uint8_t bytes[64] = {};
+  BFloat16* const to = reinterpret_cast<BFloat16*>(bytes);
+  const auto widens = [&](int64_t offset, uint32_t scale_columns, int64_t width, bool fp4 = false) {
+    const auto scales = static_cast<uint32_t>((width + scale_columns - 1) / scale_columns);
+    const NarrowMatrix matrix = {bytes + offset, nullptr, Divisor(scale_columns), scales, fp4};
+    return WidensVectors({&matrix, 1}, width, to);
+  };
+  EXPECT_TRUE(widens(8, 128, 256));
+  EXPECT_TRUE(widens(8, 20, 16));  // one scale
+  EXPECT_FALSE(widens(8, 20, 32));
+  EXPECT_FALSE(widens(4, 128, 256));
+  EXPECT_TRUE(widens(4, 32, 256, /*fp4=*/true));
+  EXPECT_FALSE(widens(8, 128, 252));
+}
+
 }  // namespace
 }  // namespace meshfill

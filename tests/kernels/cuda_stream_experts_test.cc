@@ -63,8 +63,8 @@ TEST_F(CudaStreamTest, ExpertsInARow) {
     on_device.Read(routed);
     ExpectSortedRows(routed, rule, tokens);
 
-    RandomExpertMlps mlps(random, *reference_, rule, tokens, routed.rows, hidden, width, DType::kBf16,
-                          DType::kBf16);
+    const auto dtype = [&] { return Draw(random, 0, 2) == 0 ? DType::kF8E4M3 : DType::kBf16; };
+    RandomExpertMlps mlps(random, *reference_, rule, tokens, routed.rows, hidden, width, dtype(), dtype());
     const auto gate_up = mlps.GateUpOn(*device_), down = mlps.DownOn(*device_);
     OnDevice x = Copy(mlps.x), narrow = Copy(mlps.narrow), y = Copy(mlps.y);
     ExpertMlpArgs args = mlps.Args(gate_up, down, on_device.rows());

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "tests/kernels/cuda_stream_fixture.h"
+#include "tests/kernels/narrow_layers.h"
 
 namespace meshfill {
 namespace {
@@ -88,11 +89,7 @@ TEST_F(CudaStreamTest, Gemm) {
       const DType dtype = std::vector{DType::kF32, DType::kBf16, DType::kF16}[Draw(random, 0, 2)];
       const int64_t part_rows = 8 * Draw(random, 1, 20);
       matrices.push_back(Tensor::Normal(random, dtype, part_rows * in));
-      biases.push_back(Tensor::Normal(random, DType::kF32, part_rows));
-      // Biases of the file's own dtype, which is bf16: the epilogue adds them in y's.
-      for (int64_t i = 0; i < part_rows; ++i) {
-        biases.back().Set(i, BFloat16::FromFloat(biases.back().At(i)).ToFloat());
-      }
+      biases.push_back(RandomBias(random, part_rows));
       out += part_rows;
     }
     for (size_t part = 0; part < matrices.size(); ++part) {
@@ -165,6 +162,96 @@ TEST_F(CudaStreamTest, GemmThatIsTimedGivesTheSameBitsAgain) {
     EXPECT_TRUE(results[0].SameBits(results[1]));
     EXPECT_TRUE(results[0].SameBits(results[2]));
   });
+}
+
+// The products of rows in FP8 or MXFP4, and of what they are in f32, rounded to bf16: of the same bits.
+class CudaStreamNarrowTest : public CudaStreamTest {
+ protected:
+  template <class Layer>
+  void ExpectTheBitsOfItsValues(std::mt19937_64& random, const Layer& layer) {
+    const int64_t tokens = Draw(random, 0, 3) == 0 ? 1 : Draw(random, 1, 150);
+    const Tensor x = Tensor::Normal(random, DType::kBf16, tokens * layer.in_features);
+    const DType y_dtype = Draw(random, 0, 1) == 0 ? DType::kF32 : DType::kBf16;
+    OnDevice device_x = Copy(x);
+    const auto product = [&](std::span<const WeightRows> rows) {
+      OnDevice y = Copy(Tensor(y_dtype, tokens * layer.out_features));
+      const auto packed = device_->PackWeight(rows, layer.in_features);
+      EXPECT_TRUE(packed.ok()) << packed.status();
+      if (!packed.ok()) return y.Read();
+      const absl::Status status = stream_->Gemm({.weight = packed->get(),
+                                                 .x = device_x.data(),
+                                                 .tokens = tokens,
+                                                 .y = y.data(),
+                                                 .y_dtype = y_dtype});
+      EXPECT_TRUE(status.ok()) << status;
+      return y.Read();
+    };
+    const Tensor got = product(layer.rows);
+    EXPECT_TRUE(got.SameBits(product(layer.dequantised_rows)));
+    Tensor expected(y_dtype, tokens * layer.out_features);
+    const auto packed = reference_.device().PackWeight(layer.rows, layer.in_features);
+    ASSERT_OK(reference_->Gemm({.weight = packed->get(),
+                                .x = x.data(),
+                                .tokens = tokens,
+                                .y = expected.data(),
+                                .y_dtype = y_dtype}));
+    ExpectClose(got, expected, 2e-4);
+  }
+};
+
+TEST_F(CudaStreamNarrowTest, Fp8) {
+  ForRandomDraws(12, [&](std::mt19937_64& random) {
+    ExpectTheBitsOfItsValues(random, Fp8Layer(random, 8 * Draw(random, 1, 70), 150, 3, /*granule=*/8));
+  });
+}
+
+TEST_F(CudaStreamNarrowTest, Mxfp4) {
+  ForRandomDraws(8, [&](std::mt19937_64& random) {
+    ExpectTheBitsOfItsValues(random, Fp4Layer(random, Draw(random, 1, 20), 150, /*granule=*/8));
+  });
+}
+
+// Longer than what is uploaded at a time, of every dtype, and of f32 longer than what is rounded at a time; a
+// source that fails says so, and the next is right.
+TEST_F(CudaStreamTest, RowsThatAreReadGiveTheBitsOfThoseInMemory) {
+  int draws = 0;
+  ForRandomDraws(3, [&](std::mt19937_64& random) {
+    const DType dtype = std::vector{DType::kF32, DType::kBf16, DType::kF16}[draws++];
+    const int64_t in = 8 * Draw(random, 300, 400);
+    const int64_t rows = dtype == DType::kF32 ? (int64_t{70} << 20) / 4 / in : Draw(random, 1500, 3000);
+    const Tensor matrix = Tensor::Normal(random, dtype, rows * in);
+    const Tensor x = Tensor::Normal(random, DType::kBf16, in);
+    OnDevice device_x = Copy(x);
+    const auto product = [&](const WeightRows& from) {
+      OnDevice y = Copy(Tensor(DType::kF32, rows));
+      const auto packed = device_->PackWeight({&from, 1}, in);
+      EXPECT_TRUE(packed.ok()) << packed.status();
+      if (!packed.ok()) return y.Read();
+      const absl::Status status = stream_->Gemm({.weight = packed->get(),
+                                                 .x = device_x.data(),
+                                                 .tokens = 1,
+                                                 .y = y.data(),
+                                                 .y_dtype = DType::kF32});
+      EXPECT_TRUE(status.ok()) << status;
+      return y.Read();
+    };
+    const Tensor expected = product({.data = matrix.data(), .dtype = dtype, .rows = rows});
+    FileRows source(matrix, in * static_cast<int64_t>(DTypeBytes(dtype)));
+    WeightRows read = {.data = nullptr, .dtype = dtype, .rows = rows, .source = &source};
+    source.fails_at = Draw(random, int64_t{0}, rows);
+    EXPECT_TRUE(absl::IsDataLoss(device_->PackWeight({&read, 1}, in).status()));
+    EXPECT_FALSE(device_->lost());
+    source.fails_at = INT64_MAX;
+    EXPECT_TRUE(product(read).SameBits(expected));
+  });
+}
+
+TEST_F(CudaStreamTest, RefusesARowLongerThanAPiece) {
+  const int64_t in = (2 << 20) / 2 + 8;
+  const Tensor row(DType::kBf16, in);
+  const WeightRows rows = {.data = row.data(), .dtype = DType::kBf16, .rows = 1};
+  const absl::Status status = device_->PackWeight({&rows, 1}, in).status();
+  EXPECT_TRUE(absl::IsInvalidArgument(status)) << status;
 }
 
 TEST_F(CudaStreamTest, Activate) {

@@ -10,11 +10,13 @@
 #include "engine/comm/gloo/gloo_data_plane.h"
 #include "engine/devices/container_limits.h"
 #include "engine/devices/free_memory.h"
+#include "engine/model/layer_shape.h"
 #include "engine/speed/pool_profile.h"
 #include "engine/speed/pool_speed.h"
 #include "kernels/cpu/bench/attention_bench.h"
 #include "kernels/cpu/bench/gemm_bench.h"
 #include "kernels/cpu/cpu_device.h"
+#include "kernels/cpu/gemm.h"
 #include "kernels/peak.h"
 
 namespace meshfill {
@@ -45,11 +47,15 @@ class CpuDevices final : public PoolDevices {
   std::optional<DType> dtype() const override { return dtype_; }
   bool in_host_memory() const override { return true; }
 
-  absl::Status CheckModel(int, const ModelShape&) const override { return absl::OkStatus(); }
+  absl::Status CheckModel(const ModelShape&) const override { return absl::OkStatus(); }
   absl::StatusOr<std::unique_ptr<Device>> Make(int, DType dtype) const override {
     return MakeCpuDevice(dtype, threads_, ranks_);
   }
   DType WeightDType(DType dtype) const override { return CpuWeightDType(dtype); }
+  int64_t WidenedBytes(const ModelShape& shape) const override {
+    return std::min(MostWidenedBytes(shape, WeightDType(shape.dtype)), CpuGemm::kWidenedBytes);
+  }
+  absl::StatusOr<int64_t> FreeBytes() const override { return FreeMemoryBytes(); }
   absl::Status WarmUp(const ModelShape&, DevicesByRank) const override { return absl::OkStatus(); }
 
   std::string SpeedKey(const ModelShape& shape, DevicesByRank devices) const override {

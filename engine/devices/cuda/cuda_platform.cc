@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <limits>
 #include <utility>
 #include <vector>
 
@@ -21,13 +22,6 @@
 
 namespace meshfill {
 namespace {
-
-// Bytes of the weights in bf16, the dtype that a device computes in. The embedding may be twice as wide in
-// the file.
-int64_t BytesOfWeights(const ModelShape& shape) {
-  const WeightBytes bytes = WeightBytesOf(shape, DType::kBf16);
-  return bytes.layers + bytes.head + bytes.embedding;
-}
 
 // FLOP/s of a square product.
 absl::StatusOr<double> MeasureProduct(Device& device) {
@@ -61,17 +55,7 @@ class CudaDevices final : public PoolDevices {
   std::optional<DType> dtype() const override { return DType::kBf16; }
   bool in_host_memory() const override { return false; }
 
-  absl::Status CheckModel(int device, const ModelShape& shape) const override {
-    if (shape.fp8.rows != 0) {
-      return absl::InvalidArgumentError(
-          "device cuda: the model's weights are in FP8, which it does not multiply yet; choose the device "
-          "cpu");
-    }
-    if (shape.fp4_experts) {
-      return absl::InvalidArgumentError(
-          "device cuda: the experts' weights are in MXFP4, which it does not multiply yet; choose the device "
-          "cpu");
-    }
+  absl::Status CheckModel(const ModelShape& shape) const override {
     if (shape.rotated_dim() % 4 != 0) {
       return absl::InvalidArgumentError(
           absl::StrCat("device cuda: ", shape.rotated_dim(),
@@ -83,12 +67,7 @@ class CudaDevices final : public PoolDevices {
           absl::StrCat("device cuda: head_dim is ", shape.head_dim,
                        ", of which it computes multiples of 8; choose the device cpu"));
     }
-    const CudaDeviceInfo& gpu = gpus_[device];
-    ASSIGN_OR_RETURN(int64_t free_bytes, FreeCudaMemoryBytes(gpu));
-    if (BytesOfWeights(shape) <= free_bytes) return absl::OkStatus();
-    return absl::ResourceExhaustedError(absl::StrCat(
-        "GPU ", gpu.ordinal, " (", gpu.name, "): the weights need ", BytesOfWeights(shape), " bytes, and ",
-        free_bytes, " of ", gpu.memory_bytes, " are free; use a GPU with more memory"));
+    return absl::OkStatus();
   }
 
   absl::StatusOr<std::unique_ptr<Device>> Make(int device, DType) const override {
@@ -96,6 +75,17 @@ class CudaDevices final : public PoolDevices {
   }
 
   DType WeightDType(DType) const override { return DType::kBf16; }
+  int64_t WidenedBytes(const ModelShape& shape) const override {
+    return MostWidenedProductBytes(shape, DType::kBf16);
+  }
+  absl::StatusOr<int64_t> FreeBytes() const override {
+    int64_t least = std::numeric_limits<int64_t>::max();
+    for (const CudaDeviceInfo& gpu : gpus_) {
+      ASSIGN_OR_RETURN(const int64_t free_bytes, FreeCudaMemoryBytes(gpu));
+      least = std::min(least, free_bytes);
+    }
+    return least;
+  }
 
   // A device keeps the memory of streams that are gone for the next ones. One for each rank, now, so that the
   // budget knows of it and no prompt waits for it.

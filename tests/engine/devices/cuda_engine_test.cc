@@ -119,25 +119,29 @@ TEST_F(CudaEngineTest, RefusesWhatItsKernelsDoNotCompute) {
   options.model_path = MakeTestModel("odd", 20);
   status = LoadStatus(options);
   EXPECT_TRUE(absl::IsInvalidArgument(status) && Says(status, "head_dim is 20")) << status;
-  for (const auto& [family, dtype, kind] : {std::tuple(ModelFamily::kQwen3Moe, DType::kF8E4M3, "in FP8"),
-                                            {ModelFamily::kGptOss, DType::kF4E2M1, "in MXFP4"}}) {
-    options.model_path = MakeTestModel("narrow", 16, family, dtype);
-    status = LoadStatus(options);
-    EXPECT_TRUE(absl::IsInvalidArgument(status) && Says(status, kind) && Says(status, "device cpu"))
-        << status;
-  }
+  options = Options(1);
+  options.weights = WeightMode::kSharded;
+  status = LoadStatus(options);
+  EXPECT_TRUE(absl::IsInvalidArgument(status) && Says(status, "share no weights") && Says(status, "streamed"))
+      << status;
 }
 
-// What the CPU answers in bf16, too, from experts, norms behind sublayers, GELU and sinks, on one rank and on
-// several.
+// What the CPU answers in bf16, too, from experts, norms behind sublayers, GELU, sinks, and weights in FP8
+// and MXFP4, on one rank and on several.
 TEST_F(CudaEngineTest, ComputesEveryFamilyAsTheCpuDoes) {
   std::vector<uint32_t> prompt(150);
   for (size_t i = 0; i < prompt.size(); ++i) prompt[i] = static_cast<uint32_t>(i * 31 % 100);
-  for (const ModelFamily family : {ModelFamily::kQwen3Moe, ModelFamily::kMixtral, ModelFamily::kGlm4Moe,
-                                   ModelFamily::kMiniMaxM2, ModelFamily::kGptOss, ModelFamily::kGemma3}) {
-    SCOPED_TRACE(testing::Message() << "family " << static_cast<int>(family));
+  for (const auto& [family, dtype] : {std::pair(ModelFamily::kQwen3Moe, DType::kBf16),
+                                      {ModelFamily::kMixtral, DType::kBf16},
+                                      {ModelFamily::kGlm4Moe, DType::kBf16},
+                                      {ModelFamily::kMiniMaxM2, DType::kBf16},
+                                      {ModelFamily::kGptOss, DType::kBf16},
+                                      {ModelFamily::kGemma3, DType::kBf16},
+                                      {ModelFamily::kQwen3Moe, DType::kF8E4M3},
+                                      {ModelFamily::kGptOss, DType::kF4E2M1}}) {
+    SCOPED_TRACE(testing::Message() << "family " << static_cast<int>(family) << ", " << DTypeName(dtype));
     EngineOptions options = Options(1);
-    options.model_path = MakeTestModel("family", 16, family);
+    options.model_path = MakeTestModel("family", 16, family, dtype);
     options.device = "cpu";
     options.dtype = DType::kBf16;
     const auto on_cpu = LoadEmbeddedEngine(options);
@@ -160,17 +164,104 @@ TEST_F(CudaEngineTest, ComputesEveryFamilyAsTheCpuDoes) {
 
 TEST_F(CudaEngineTest, RefusesWeightsAndPromptsThatDoNotFit) {
   FakeCuda::set_memory_bytes(100'000);
-  absl::Status status = LoadStatus(Options(1));
-  // 3 · (64·128 + 64·64 + 3·64·64) + 2 · 100·64 weights of two bytes.
-  EXPECT_TRUE(absl::IsResourceExhausted(status) && Says(status, "need 173056 bytes")) << status;
+  EngineOptions options = Options(1);
+  options.weights = WeightMode::kResident;
+  // Resident 3 · (64·128 + 64·64 + 3·64·64) + 2 · 100·64 weights of two bytes, which are 173,056; streamed
+  // two layers and the table, which are 111,104.
+  absl::Status status = LoadStatus(options);
+  EXPECT_TRUE(absl::IsResourceExhausted(status) && Says(status, "Fake GPU: the weights need ") &&
+              Says(status, "of memory resident") && Says(status, "use a GPU with more"))
+      << status;
+  FakeCuda::set_memory_bytes(173'055);
+  status = LoadStatus(options);
+  EXPECT_TRUE(absl::IsResourceExhausted(status) && Says(status, "set model.weights to streamed")) << status;
+  FakeCuda::set_memory_bytes(111'103);
+  options.weights.reset();
+  status = LoadStatus(options);
+  EXPECT_TRUE(absl::IsResourceExhausted(status) && Says(status, "of memory streamed")) << status;
   FakeCuda::set_memory_bytes(kMemoryBytes);
-  EngineOptions options = Options(2);
+  options = Options(2);
   options.kv_host_memory_bytes = 0;  // nor in pieces, for their K and V have no room
   const auto engine = LoadEmbeddedEngine(options);
   ASSERT_TRUE(engine.ok()) << engine.status();
   const std::vector<uint32_t> prompt(1 << 20, 1);
   status = RunPrefill(**engine, {prompt, {}}).status();
   EXPECT_TRUE(absl::IsFailedPrecondition(status)) << status;
+}
+
+// Of a model that leaves no room resident, a run has two layers on the device beside the embedding, and what
+// its plan says, whatever the layers; then nothing of it.
+TEST_F(CudaEngineTest, StreamsWeightsWithinWhatThePlanSays) {
+  const std::string folder = testing::TempDir() + "/cuda_engine_streams";
+  std::filesystem::remove_all(folder);
+  ASSERT_TRUE(MakeModel({.layers = 12,
+                         .hidden = 256,
+                         .intermediate = 1024,
+                         .q_heads = 4,
+                         .kv_heads = 2,
+                         .head_dim = 64,
+                         .vocab = 1000,
+                         .context_tokens = 1 << 16,
+                         .dtype = DType::kBf16},
+                        folder)
+                  .ok());
+  const int64_t layer = 2 * (256 * (256 + 2 * 128) + 256 * 256 + 3 * 256 * 1024), table = 2 * 1000 * 256;
+  for (const int ranks : {1, 3}) {
+    EngineOptions options = Options(ranks);
+    options.model_path = folder;
+    options.weights = WeightMode::kStreamed;
+    const auto engine = LoadEmbeddedEngine(options);
+    ASSERT_TRUE(engine.ok()) << engine.status();
+    const int64_t before = FakeCuda::bytes_in_use();
+    EXPECT_GE(before, table);
+    FakeCuda::TakeMostBytes();
+    const std::vector<uint32_t> prompt(500, 7);
+    const auto result = RunPrefill(**engine, {prompt, {}});
+    ASSERT_TRUE(result.ok()) << result.status();
+    const auto choice = (*engine)->MakePlan(500, {});
+    ASSERT_TRUE(choice.ok());
+    EXPECT_EQ(choice->weights.mode, WeightMode::kStreamed);
+    EXPECT_EQ(choice->weights.loaded_bytes, table);
+    EXPECT_EQ(choice->weights.run_bytes, 2 * layer);
+    EXPECT_EQ(choice->weights.layer_busy_seconds, 0) << "no rank computes on the cores that read";
+    EXPECT_GT(choice->plan.predicted.weight_seconds, 0);
+    const int64_t most = FakeCuda::TakeMostBytes() - before;
+    EXPECT_LE(most, choice->plan.predicted.run_bytes * 11 / 10);
+    EXPECT_GE(most, 2 * layer);
+    EXPECT_EQ(FakeCuda::bytes_in_use(), before);
+  }
+}
+
+// A rank that ends early may have left operations behind that read a layer: the layer stays until they have
+// run (the fake ends the test where one reads freed memory).
+TEST_F(CudaEngineTest, ACancelledPrefillThatStreamsLeavesNothingBehind) {
+  EngineOptions options = Options(2);
+  options.weights = WeightMode::kStreamed;
+  const auto engine = LoadEmbeddedEngine(options);
+  ASSERT_TRUE(engine.ok()) << engine.status();
+  const std::vector<uint32_t> prompt(500, 3);
+  const auto expected = RunPrefill(**engine, {prompt, {}});
+  ASSERT_TRUE(expected.ok()) << expected.status();
+  const int64_t before = FakeCuda::bytes_in_use();
+  for (int round = 0; round < 5; ++round) {
+    StopAfterALayer observer;
+    EXPECT_TRUE(absl::IsCancelled(observer.Run(**engine, {prompt, {}}).status()));
+    EXPECT_EQ(FakeCuda::bytes_in_use(), before);
+    const auto result = RunPrefill(**engine, {prompt, {}});
+    ASSERT_TRUE(result.ok()) << result.status();
+    EXPECT_EQ(result->logits, expected->logits);
+  }
+}
+
+// FP8 takes a byte an element, and for each rank what the largest product is widened into.
+TEST_F(CudaEngineTest, PlansCountWhatFp8IsWidenedInto) {
+  EngineOptions options = Options(2);
+  options.model_path = MakeTestModel("fp8", 16, ModelFamily::kLlama, DType::kF8E4M3);
+  const auto engine = LoadEmbeddedEngine(options);
+  ASSERT_TRUE(engine.ok()) << engine.status();
+  const auto choice = (*engine)->MakePlan(500, {});
+  ASSERT_TRUE(choice.ok()) << choice.status();
+  EXPECT_EQ(choice->weights.run_bytes, 2 * 2 * (2 * 64 * 64));  // of gate and up, or of q, k and v
 }
 
 TEST_F(CudaEngineTest, PlansInSlicesOfTheDevices) {

@@ -24,13 +24,13 @@ class FarDevices final : public PoolDevices {
   std::optional<DType> dtype() const override { return cpus_->dtype(); }
   bool in_host_memory() const override { return false; }
 
-  absl::Status CheckModel(int device, const ModelShape& shape) const override {
-    return cpus_->CheckModel(device, shape);
-  }
+  absl::Status CheckModel(const ModelShape& shape) const override { return cpus_->CheckModel(shape); }
   absl::StatusOr<std::unique_ptr<Device>> Make(int device, DType dtype) const override {
     return cpus_->Make(device, dtype);
   }
   DType WeightDType(DType dtype) const override { return cpus_->WeightDType(dtype); }
+  int64_t WidenedBytes(const ModelShape& shape) const override { return cpus_->WidenedBytes(shape); }
+  absl::StatusOr<int64_t> FreeBytes() const override { return cpus_->FreeBytes(); }
   absl::Status WarmUp(const ModelShape& shape, DevicesByRank devices) const override {
     return cpus_->WarmUp(shape, devices);
   }

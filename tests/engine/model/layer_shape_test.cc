@@ -194,6 +194,7 @@ TEST(LayerShape, CountsMxfp4AsHalfBytesWithScales) {
   EXPECT_EQ(MostWidenedBytes(model, DType::kBf16), 0);
   model.fp4_experts = true;
   EXPECT_EQ(MostWidenedBytes(model, DType::kBf16), 2 * experts);
+  EXPECT_EQ(MostWidenedProductBytes(model, DType::kBf16), 2 * experts / 3 * 2);  // gate and up
 }
 
 TEST(LayerShape, WeightModesHaveTheConfigurationsNames) {

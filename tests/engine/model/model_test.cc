@@ -200,6 +200,29 @@ TEST(ModelTest, AFeedEndsWithWhatItsReadersNeed) {
   EXPECT_EQ((*resident)->OpenFeed(1, /*with_head=*/true, nullptr)->mode(), WeightMode::kResident);
 }
 
+// However they are held, weights come in the same parts: so do the bits of an LM head that is divided.
+TEST(ModelTest, ResidentWeightsComeInThePartsOfThoseThatStream) {
+  const TempFolder folder;
+  ASSERT_TRUE(
+      MakeModel({.layers = 2, .hidden = 16, .intermediate = 24, .q_heads = 2, .kv_heads = 1, .vocab = 1300},
+                folder.path())
+          .ok());
+  const auto resident = LoadAs(WeightMode::kResident, folder.path());
+  const auto streamed = LoadAs(WeightMode::kStreamed, folder.path());
+  ASSERT_TRUE(resident.model.ok() && streamed.model.ok()) << resident.model.status();
+  const int parts = (*resident.model)->parts();
+  EXPECT_GT(parts, 3);
+  ASSERT_EQ((*streamed.model)->parts(), parts);
+  const auto stays = (*resident.model)->OpenFeed(1, true, nullptr),
+             passes = (*streamed.model)->OpenFeed(1, true, nullptr);
+  for (int part = 2; part < parts; ++part) {
+    const auto expected = passes->Take(0, part, absl::Minutes(1)),
+               got = stays->Take(0, part, absl::Minutes(1));
+    ASSERT_TRUE(expected.ok() && got.ok()) << expected.status();
+    EXPECT_EQ((*got)->head->out_features(), (*expected)->head->out_features()) << part;
+  }
+}
+
 TEST(ModelTest, AcceptsATiedHeadThatIsTheEmbedding) {
   const TempFolder folder;
   HfFolder content = Good(ModelFamily::kLlama, DType::kF32, /*tied=*/true);

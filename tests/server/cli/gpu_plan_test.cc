@@ -68,7 +68,7 @@ TEST(GpuPlan, TakesTheFastestOfWhatFitsAndSaysWhatEachWouldTake) {
     ASSERT_EQ(plan->modes.size(), 3u);
     EXPECT_EQ(Find(*plan, WeightMode::kResident)->bytes, all);
     EXPECT_LT(Find(*plan, WeightMode::kSharded)->bytes, all / request.ranks + 3 * bytes.most_layer);
-    EXPECT_EQ(Find(*plan, WeightMode::kStreamed)->bytes, kPartsAhead * bytes.most_layer);
+    EXPECT_EQ(Find(*plan, WeightMode::kStreamed)->bytes, bytes.embedding + kPartsAhead * bytes.most_layer);
     for (const WeightModeBytes& mode : plan->modes) {
       if (mode.seconds == 0) continue;
       EXPECT_TRUE(mode.fits);
@@ -76,17 +76,32 @@ TEST(GpuPlan, TakesTheFastestOfWhatFitsAndSaysWhatEachWouldTake) {
     }
     EXPECT_EQ(Find(*plan, plan->choice.weights.mode)->seconds, plan->choice.plan.predicted.seconds);
     EXPECT_LE(plan->choice.plan.predicted.peak_bytes, request.ranks * gpus.memory_bytes);
-    if (plan->choice.weights.mode == WeightMode::kResident) {
-      ++resident;
-      EXPECT_THAT(plan->not_yet, IsEmpty());
-    } else {
-      ++others;
-      EXPECT_EQ(plan->not_yet.size(), 1u);
-      EXPECT_GT(plan->choice.plan.predicted.weight_seconds, 0);
-    }
+    const WeightMode mode = plan->choice.weights.mode;
+    ++(mode == WeightMode::kResident ? resident : others);
+    EXPECT_EQ(plan->not_yet.size(), mode == WeightMode::kSharded ? 1u : 0u);
+    EXPECT_EQ(plan->choice.plan.predicted.weight_seconds > 0, mode != WeightMode::kResident);
   }
   EXPECT_GT(resident, 0);
   EXPECT_GT(others, 0);
+}
+
+// FP8 is counted as it lies, and with what one product is widened into.
+TEST(GpuPlan, CountsWhatFp8IsWidenedInto) {
+  std::mt19937_64 random(TestSeed());
+  ModelShape model = Model(random);
+  const PlanRequest request = {.tokens = 5000, .ranks = 4};
+  const GpuCluster gpus = Cluster(int64_t{1} << 42);
+  const auto wide = PlanOnGpus(model, gpus, request, kGranule);
+  model.fp8 = {.rows = 128, .columns = 128};
+  const auto narrow = PlanOnGpus(model, gpus, request, kGranule);
+  ASSERT_TRUE(wide.ok() && narrow.ok()) << wide.status() << narrow.status();
+  const WeightBytes bytes = WeightBytesOf(model, DType::kBf16);
+  const int64_t widened = 2 * 2 * model.intermediate * model.hidden;  // gate and up, in bf16
+  EXPECT_EQ(Find(*narrow, WeightMode::kResident)->bytes,
+            bytes.layers + bytes.head + bytes.embedding + widened);
+  EXPECT_EQ(Find(*narrow, WeightMode::kStreamed)->bytes, bytes.embedding + 2 * bytes.most_layer + widened);
+  EXPECT_LT(Find(*narrow, WeightMode::kResident)->bytes, Find(*wide, WeightMode::kResident)->bytes);
+  EXPECT_THAT(narrow->not_yet, IsEmpty());
 }
 
 TEST(GpuPlan, ResidentWeightsCostNoTime) {

@@ -21,11 +21,13 @@ class Toys final : public PoolDevices {
   std::optional<DType> dtype() const override { return dtype_; }
   bool in_host_memory() const override { return true; }
 
-  absl::Status CheckModel(int, const ModelShape&) const override { return absl::OkStatus(); }
+  absl::Status CheckModel(const ModelShape&) const override { return absl::OkStatus(); }
   absl::StatusOr<std::unique_ptr<Device>> Make(int, DType dtype) const override {
     return std::make_unique<ToyDevice>(dtype);
   }
   DType WeightDType(DType) const override { return DType::kF32; }
+  int64_t WidenedBytes(const ModelShape&) const override { return 0; }
+  absl::StatusOr<int64_t> FreeBytes() const override { return 0; }
   absl::Status WarmUp(const ModelShape&, DevicesByRank) const override { return absl::OkStatus(); }
 
   std::string SpeedKey(const ModelShape& shape, DevicesByRank devices) const override {
