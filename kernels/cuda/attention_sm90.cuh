@@ -25,20 +25,24 @@ namespace meshfill {
 template <int kDim>
 struct Sm90Config {
   static_assert(kDim == 64 || kDim == 96 || kDim == 128 || kDim == 256);
-  // A consumer thread holds O (kDim / 2 registers), scores (kKeys / 2) and probabilities (kKeys / 4). Three
-  // consumers have 160 registers each, two have 240.
+  // A consumer thread holds O (kDim / 2 registers), scores (kKeys / 2) and probabilities (kKeys / 4), and Q
+  // (kDim / 4) where there is room. Three consumers have 160 registers each, two have 240.
   static constexpr uint32_t kConsumers = kDim <= 96 ? 3 : 2;
   static constexpr uint32_t kKeys = kDim == 256 ? 80 : kDim == 96 ? 96 : 128;
+  // Then a product reads kKeys rows of K from shared memory, and not 64 of Q as well: a third less.
+  static constexpr bool kQueriesInRegisters = kDim == 128;
   static constexpr uint32_t kStages = 2;
   static constexpr uint32_t kRows = 64 * kConsumers;
   static constexpr uint32_t kThreads = 128 * (kConsumers + 1);
   static constexpr int kProducerRegisters = kConsumers == 2 ? 24 : 32;
   static constexpr int kConsumerRegisters = kConsumers == 2 ? 240 : 160;
   static_assert(128 * (kProducerRegisters + kConsumers * kConsumerRegisters) <= 65536);
-  static_assert(kDim / 2 + kKeys / 2 + kKeys / 4 <= kConsumerRegisters - 28);
+  static_assert(kDim / 2 + kKeys / 2 + kKeys / 4 + (kQueriesInRegisters ? kDim / 4 : 0) <=
+                kConsumerRegisters - 28);
   // P V takes whole slabs of V. (96 columns in two slabs of 64 would also be copied with 32 of zeros.)
   static constexpr uint32_t kColumnsOfSlab = kDim % kSlabColumns == 0 ? kSlabColumns : kSlabColumns / 2;
   static_assert(kDim % kColumnsOfSlab == 0);
+  static_assert(!kQueriesInRegisters || kColumnsOfSlab == kSlabColumns);  // which ChunkOffset describes
   static constexpr uint32_t kQSlabBytes = SlabBytes(kRows, kColumnsOfSlab);
   static constexpr uint32_t kKvSlabBytes = SlabBytes(kKeys, kColumnsOfSlab);
   static constexpr uint32_t kQBytes = TileBytes(kRows, kDim, kColumnsOfSlab);
@@ -88,6 +92,7 @@ class Sm90Attention {
  private:
   static constexpr uint32_t kConsumers = Config::kConsumers, kRows = Config::kRows, kKeys = Config::kKeys;
   static constexpr uint32_t kStages = Config::kStages, kColumnsOfSlab = Config::kColumnsOfSlab;
+  static constexpr bool kQueriesInRegisters = Config::kQueriesInRegisters;
   static constexpr uint32_t kEmptyArrivals = 4 * kConsumers;  // one for each consumer warp
   // A product takes at most 128 columns of V: A from registers, and as many accumulators.
   static constexpr uint32_t kColumns = kDim < 128 ? kDim : 128;
@@ -159,13 +164,32 @@ class Sm90Attention {
     return (descriptor & 0xffffffff00000000u) | Machine::Uniform(static_cast<uint32_t>(descriptor));
   }
 
-  static MESHFILL_DEVICE void IssueQK(float (&scores)[kKeys / 2], uint64_t q_rows, uint64_t k_tile) {
+  // Q as Q Kᵀ takes it: the warp's 16 rows in registers, or a descriptor of the warpgroup's 64 in shared
+  // memory.
+  using Queries = std::conditional_t<kQueriesInRegisters, uint32_t[kDim / 16][4], uint64_t>;
+
+  static MESHFILL_DEVICE void LoadQueries(Queries& queries, uint32_t shared, uint32_t warp_row,
+                                          uint32_t lane) {
+    const MatrixChunk from = RowsFirst(lane);
+    MESHFILL_UNROLL
+    for (uint32_t step = 0; step < kDim / 16; ++step) {
+      Machine::LoadMatrices(queries[step],
+                            shared + ChunkOffset(kRows, warp_row + from.row, 2 * step + from.chunk));
+    }
+  }
+  static MESHFILL_DEVICE void IssueQK(float (&scores)[kKeys / 2], const Queries& queries, uint64_t k_tile) {
     Machine::FenceProducts();
     MESHFILL_UNROLL
     for (uint32_t step = 0; step < kDim / 16; ++step) {
-      Machine::template MultiplyShared<T, kKeys>(
-          scores, DescriptorAt(q_rows, ColumnStepBytes(Config::kQSlabBytes, kColumnsOfSlab, step)),
-          DescriptorAt(k_tile, ColumnStepBytes(Config::kKvSlabBytes, kColumnsOfSlab, step)), step > 0);
+      const uint64_t k_columns =
+          DescriptorAt(k_tile, ColumnStepBytes(Config::kKvSlabBytes, kColumnsOfSlab, step));
+      if constexpr (kQueriesInRegisters) {
+        Machine::template MultiplyRegistersTransposed<T, kKeys>(scores, queries[step], k_columns, step > 0);
+      } else {
+        Machine::template MultiplyShared<T, kKeys>(
+            scores, DescriptorAt(queries, ColumnStepBytes(Config::kQSlabBytes, kColumnsOfSlab, step)),
+            k_columns, step > 0);
+      }
     }
     Machine::CommitProducts();
   }
@@ -192,8 +216,10 @@ class Sm90Attention {
     const uint32_t lane = Machine::Thread() % 32;
     const uint32_t group_row = 64 * group;
     const uint32_t warp_row = group_row + Machine::Uniform(Machine::Thread() % 128 / 32 * 16);
-    const uint64_t q_rows =
-        Whole(WgmmaDescriptor(shared + SlabBytes(group_row, kColumnsOfSlab), 16, kColumnsOfSlab));
+    Queries queries;
+    if constexpr (!kQueriesInRegisters) {
+      queries = Whole(WgmmaDescriptor(shared + SlabBytes(group_row, kColumnsOfSlab), 16, kColumnsOfSlab));
+    }
     const uint64_t k_tiles = Whole(WgmmaDescriptor(shared + Config::kK, 16, kColumnsOfSlab));
     const uint64_t v_tiles =
         Whole(WgmmaDescriptor(shared + Config::kV, Config::kKvSlabBytes, kColumnsOfSlab));
@@ -213,11 +239,13 @@ class Sm90Attention {
         uint32_t packed[kKeys / 16][4];
         const Stage q = StageOf<Buffer::kQ>(shared, q_use++);
         Machine::BarrierWait(q.full, q.parity);
+        if constexpr (kQueriesInRegisters) LoadQueries(queries, shared, warp_row, lane);
         const Stage first_k = StageOf<Buffer::kK>(shared, use);
         Machine::BarrierWait(first_k.full, first_k.parity);
-        IssueQK(scores, q_rows, DescriptorAt(k_tiles, first_k.index * Config::kKvBytes));
+        IssueQK(scores, queries, DescriptorAt(k_tiles, first_k.index * Config::kKvBytes));
         Machine::template WaitProducts<0>();
         Machine::Pin(scores);
+        if constexpr (kQueriesInRegisters) Release(q, lane);  // a product has used what all lanes read
         Release(first_k, lane);
         if (!keys.Whole(keys.end - 1)) MaskScores(scores, (keys.end - 1) * kKeys, lane, visible);
         UpdateSoftmax<Machine>(scores, params.scale_log2, rows, rescale);
@@ -229,7 +257,7 @@ class Sm90Attention {
         const auto multiply = [&](uint32_t key_tile, auto masked) {
           const Stage k = StageOf<Buffer::kK>(shared, use + 1), v = StageOf<Buffer::kV>(shared, use);
           Machine::BarrierWait(k.full, k.parity);
-          IssueQK(scores, q_rows, DescriptorAt(k_tiles, k.index * Config::kKvBytes));
+          IssueQK(scores, queries, DescriptorAt(k_tiles, k.index * Config::kKvBytes));
           IssuePV(output, packed, DescriptorAt(v_tiles, v.index * Config::kKvBytes));
           Machine::template WaitProducts<1>();
           Machine::Pin(scores);
@@ -258,7 +286,7 @@ class Sm90Attention {
           while (key_tile > first_whole);
         }
 
-        Release(q, lane);
+        if constexpr (!kQueriesInRegisters) Release(q, lane);
         const Stage v = StageOf<Buffer::kV>(shared, use++);
         IssuePV(output, packed, DescriptorAt(v_tiles, v.index * Config::kKvBytes));
         Machine::template WaitProducts<0>();

@@ -153,6 +153,29 @@ struct PtxSm90 : PtxSm80 {
       static_assert(kColumns == 0, "no such product");
     }
   }
+  // d = A · Bᵀ, or d += A · Bᵀ: A is the warp's 16 rows × 16 in registers, B kColumns rows × 16, stored row
+  // by row.
+  template <class T, int kColumns>
+  static MESHFILL_DEVICE void MultiplyRegistersTransposed(float* d, const uint32_t (&a)[4], uint64_t b,
+                                                          bool accumulate) {
+    if constexpr (kColumns == 128 && kBf16<T> == true) {
+      asm volatile(
+          "{\n\t.reg .pred add;\n\tsetp.ne.b32 add, %69, 0;\n\t"
+          "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 " MESHFILL_NAMES_64
+          ", {%64, %65, %66, %67}, %68, add, 1, 1, 0;\n\t}"
+          : MESHFILL_D64(0)
+          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)));
+    } else if constexpr (kColumns == 128 && kBf16<T> == false) {
+      asm volatile(
+          "{\n\t.reg .pred add;\n\tsetp.ne.b32 add, %69, 0;\n\t"
+          "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 " MESHFILL_NAMES_64
+          ", {%64, %65, %66, %67}, %68, add, 1, 1, 0;\n\t}"
+          : MESHFILL_D64(0)
+          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)));
+    } else {
+      static_assert(kColumns == 0, "no such product");
+    }
+  }
   // d += A · B: A is the warp's 16 rows × 16 in registers, B 16 rows × kColumns, stored row by row.
   template <class T, int kColumns>
   static MESHFILL_DEVICE void MultiplyRegisters(float* d, const uint32_t (&a)[4], uint64_t b) {

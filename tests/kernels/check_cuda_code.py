@@ -25,6 +25,7 @@ class Kernel:
     architecture: str        # as kernels/CMakeLists.txt has it
     registers: int           # at launch, at most
     exponentials: int = 0    # of a key tile and thread: two rows' scores
+    late_exponentials: int = 0  # how many of them the compiler may move behind P V
     products: tuple = ()     # wgmma instructions of Q Kᵀ and of P V, a key tile
     moved_registers: int = 0  # for their descriptors, from vector to uniform registers (R2UR), at most
     spilled_bytes: int = 0   # stored, at most
@@ -33,10 +34,11 @@ class Kernel:
 
 # sm90: 64 rows of kKeys scores are kKeys / 2 a thread; products are head_dim / 16, and kKeys / 16 for each 128 columns.
 KERNELS = {
-    "attention_sm90_dim64": Kernel("90a", 128, 64, (4, 8)),
-    "attention_sm90_dim96": Kernel("90a", 128, 48, (6, 6)),
-    "attention_sm90_dim128": Kernel("90a", 168, 64, (8, 8)),
-    "attention_sm90_dim256": Kernel("90a", 168, 40, (16, 10), moved_registers=6),
+    "attention_sm90_dim64": Kernel("90a", 128, 64, products=(4, 8)),
+    "attention_sm90_dim96": Kernel("90a", 128, 48, products=(6, 6)),
+    # Its loop of masked tiles: the compiler moves a few exponentials over the wait.
+    "attention_sm90_dim128": Kernel("90a", 168, 64, late_exponentials=4, products=(8, 8)),
+    "attention_sm90_dim256": Kernel("90a", 168, 40, products=(16, 10), moved_registers=6),
     "attention_sm80_dim64": Kernel("80", 255),
     "attention_sm80_dim96": Kernel("80", 255),
     "attention_sm80_dim128": Kernel("80", 255, spilled_bytes=64),  # two CTAs on a multiprocessor: 255 registers
@@ -129,7 +131,7 @@ def loop_faults(kernel, instructions):
             continue
         between = rest[waits[0] + 1 : waits[1]]
         exponentials = sum(name.startswith("MUFU.EX2") for name in between)
-        if exponentials < kernel.exponentials:
+        if exponentials < kernel.exponentials - kernel.late_exponentials:
             yield f"{exponentials} of {kernel.exponentials} exponentials run under P V"
         if any(name.startswith(("LDL", "STL")) for name in between):
             yield "a loop uses local memory"

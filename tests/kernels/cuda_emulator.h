@@ -102,6 +102,7 @@ class EmulatedCta {
     bool a_in_registers;
     uint64_t a_descriptor;
     float a[2][16];  // this thread's two rows
+    bool b_by_rows;  // as K lies, which is K-major; or as V does
     uint64_t b_descriptor;
     float (*load)(uint16_t);
   };
@@ -286,7 +287,7 @@ class EmulatedCta {
         error_ = "a descriptor is not of the 128-byte or 64-byte swizzle";
       }
     }
-    if (product.a_in_registers && product.columns % (RowBytes(product.b_descriptor) / 2) != 0) {
+    if (!product.b_by_rows && product.columns % (RowBytes(product.b_descriptor) / 2) != 0) {
       error_ = "a product takes part of a group of columns";  // of which the ISA says nothing
     }
     const uint32_t lane = thread_ % 32, first_row = thread_ % 128 / 32 * 16 + lane / 4;
@@ -302,8 +303,8 @@ class EmulatedCta {
         const uint32_t column = group * 8 + lane % 4 * 2 + side;
         double sum[2] = {0, 0};
         for (int k = 0; k < 16; ++k) {
-          const double b = product.a_in_registers ? ColumnElement(product, k, column)
-                                                  : RowElement(product, product.b_descriptor, column, k);
+          const double b = product.b_by_rows ? RowElement(product, product.b_descriptor, column, k)
+                                             : ColumnElement(product, k, column);
           sum[0] += product.a[0][k] * b;
           sum[1] += product.a[1][k] * b;
         }
@@ -493,18 +494,31 @@ struct EmulatedMachine {
                                    .a_in_registers = false,
                                    .a_descriptor = a,
                                    .a = {},
+                                   .b_by_rows = true,
                                    .b_descriptor = b,
                                    .load = Load<T>});
   }
   template <class T, int kColumns>
+  static void MultiplyRegistersTransposed(float* d, const uint32_t (&a)[4], uint64_t b, bool accumulate) {
+    IssueFromRegisters<T>(d, kColumns, accumulate, a, b, /*b_by_rows=*/true);
+  }
+  template <class T, int kColumns>
   static void MultiplyRegisters(float* d, const uint32_t (&a)[4], uint64_t b) {
+    IssueFromRegisters<T>(d, kColumns, /*accumulate=*/true, a, b, /*b_by_rows=*/false);
+  }
+
+ private:
+  template <class T>
+  static void IssueFromRegisters(float* d, int columns, bool accumulate, const uint32_t (&a)[4], uint64_t b,
+                                 bool b_by_rows) {
     const auto& posted = Cta().Exchange({a[0], a[1], a[2], a[3]});
     EmulatedCta::Product product{.d = d,
-                                 .columns = kColumns,
-                                 .accumulate = true,
+                                 .columns = columns,
+                                 .accumulate = accumulate,
                                  .a_in_registers = true,
                                  .a_descriptor = 0,
                                  .a = {},
+                                 .b_by_rows = b_by_rows,
                                  .b_descriptor = b,
                                  .load = Load<T>};
     for (uint32_t half = 0; half < 2; ++half) {
@@ -515,8 +529,6 @@ struct EmulatedMachine {
     }
     Cta().fiber().batch.push_back(product);
   }
-
- private:
   template <class T>
   static float Value(uint32_t bits) {
     return T{static_cast<uint16_t>(bits)}.ToFloat();
