@@ -421,7 +421,7 @@ class EmbeddedEngine::Run final : public Prefill {
     if (outputs_[rank].ok()) return;
     Stop();
     communicators_[rank]->Abort(outputs_[rank].status());
-    streams_[rank]->Finish().IgnoreError();  // what is queued uses the request's memory
+    streams_[rank]->Finish().IgnoreError();  // what is queued uses the request's memory, and weights
     if (device(rank).lost()) engine_.lost_ = true;
   }
 

@@ -514,9 +514,8 @@ bool ReadsHead(const Plan& plan, int rank, bool wants_logits) {
 
 absl::StatusOr<RankOutput> RunRank(const RankRun& run) {
   absl::StatusOr<RankOutput> output = Runner(run).Run();
-  // What an error has left queued reads the part that is given back.
-  if (!output.ok() && run.weights.mode() != WeightMode::kResident) run.stream.Finish().IgnoreError();
-  run.weights.Leave(run.reader);
+  // What an error has left queued may read the last part, which stays as long as the feed does, then.
+  if (output.ok()) run.weights.Leave(run.reader);
   return output;
 }
 

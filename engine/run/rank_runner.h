@@ -65,9 +65,10 @@ struct RankOutput {
 // Whether it reads the LM head: the last token's rank does, where the logits are wanted.
 bool ReadsHead(const Plan& plan, int rank, bool wants_logits = true);
 
-// Leaves the feed, however it ends. INTERNAL where the ids are not those of the rank's chunk, where the
-// prefix lacks cached tokens of the plan, and where a token's keys are not dealt to the rank that computes
-// them (CanFollow, engine/plan/plan_shape.h).
+// Leaves the feed when all has run. After an error operations may be queued that read the weights: the stream
+// has to have finished before the feed goes. INTERNAL where the ids are not those of the rank's chunk, where
+// the prefix lacks cached tokens of the plan, and where a token's keys are not dealt to the rank that
+// computes them (CanFollow, engine/plan/plan_shape.h).
 absl::StatusOr<RankOutput> RunRank(const RankRun& run);
 
 }  // namespace meshfill

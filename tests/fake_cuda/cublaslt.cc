@@ -102,6 +102,7 @@ cublasStatus_t FakeMatmul(cublasLtHandle_t, cublasLtMatmulDesc_t desc, const voi
     return CUBLAS_STATUS_INVALID_VALUE;
   const float scale = *static_cast<const float*>(alpha), carried = *static_cast<const float*>(beta);
   const auto run = [=] {
+    FakeCuda::TakeTime();
     const Operand left{a_layout, operation.transpose_a == CUBLAS_OP_T};
     const Operand right{b_layout, operation.transpose_b == CUBLAS_OP_T};
     const std::vector<float> x = left.Read(FakeCuda::Memory(a)), y = right.Read(FakeCuda::Memory(b));

@@ -14,9 +14,12 @@
 
 #include <cuda_runtime_api.h>
 
+#include <atomic>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <thread>
 
 namespace meshfill {
 
@@ -28,6 +31,7 @@ struct FakeCuda {
   // At any time.
   static void set_memory_bytes(size_t bytes);  // of each device
   static void set_most_delay_microseconds(int microseconds);
+  static inline std::atomic<int> kernel_microseconds = 0;  // what each kernel takes, beside its work
   static void BreakDevice();   // every call from now on fails, as after a fault
   static void RepairDevice();  // a new process's device; no backend that was there when it broke may be used
 
@@ -42,8 +46,13 @@ struct FakeCuda {
   // Messages of a communicator that were called while some of another one had not ended on that device.
   static int nccl_mixes();
 
-  // For the fakes of kernels and libraries: `run` in its turn on the stream.
+  // For the fakes of kernels and libraries: `run` in its turn on the stream; what a kernel does first in its
+  // turn.
   static cudaError_t Enqueue(cudaStream_t stream, std::function<void()> run);
+  static void TakeTime() {
+    const int microseconds = kernel_microseconds;
+    if (microseconds > 0) std::this_thread::sleep_for(std::chrono::microseconds(microseconds));
+  }
   // The memory behind a device pointer. Anything else ends the test.
   static void* Memory(const void* device_pointer);
   template <typename T>

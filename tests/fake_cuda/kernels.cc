@@ -22,6 +22,7 @@ ExpertRows RowsAt(const ExpertRows& rows) {
 // `run` gets a stream of its own: the reference keeps nothing between operations.
 absl::Status Enqueue(const char* name, CUstream_st* stream, std::function<absl::Status(Stream&)> run) {
   return LaunchStatus(name, FakeCuda::Enqueue(stream, [run = std::move(run)] {
+                        FakeCuda::TakeTime();
                         const LoneStream reference = ReferenceStream(DType::kBf16);
                         run(*reference).IgnoreError();  // it has no way to fail
                       }));

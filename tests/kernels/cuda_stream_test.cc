@@ -235,7 +235,16 @@ TEST_F(CudaStreamTest, RowsThatAreReadGiveTheBitsOfThoseInMemory) {
       EXPECT_TRUE(status.ok()) << status;
       return y.Read();
     };
-    const Tensor expected = product({.data = matrix.data(), .dtype = dtype, .rows = rows});
+    const WeightRows mapped = {.data = matrix.data(), .dtype = dtype, .rows = rows};
+    const Tensor expected = product(mapped);
+    Tensor reference_y(DType::kF32, rows);
+    const auto reference_packed = reference_.device().PackWeight({&mapped, 1}, in);
+    ASSERT_OK(reference_->Gemm({.weight = reference_packed->get(),
+                                .x = x.data(),
+                                .tokens = 1,
+                                .y = reference_y.data(),
+                                .y_dtype = DType::kF32}));
+    ExpectClose(expected, reference_y, 2e-4);
     FileRows source(matrix, in * static_cast<int64_t>(DTypeBytes(dtype)));
     WeightRows read = {.data = nullptr, .dtype = dtype, .rows = rows, .source = &source};
     source.fails_at = Draw(random, int64_t{0}, rows);

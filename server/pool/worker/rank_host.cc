@@ -174,7 +174,13 @@ class RankHost::ActiveRun {
     if (weights_endpoint_ != nullptr) weights_endpoint_->Abort(abort_reason_);
   }
 
-  void Join() { ranks_.Join(); }
+  // What an error has left queued uses the weights. No peer is waited for: the run is over for all of them.
+  void Join() {
+    ranks_.Join();
+    for (Seat& seat : seats_) {
+      if (seat.stream != nullptr) seat.stream->Finish().IgnoreError();
+    }
+  }
 
   std::vector<WorkerMachine::RankProgress> progress() const {
     std::vector<WorkerMachine::RankProgress> all;

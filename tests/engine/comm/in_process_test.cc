@@ -269,7 +269,7 @@ TEST(InProcess, PausesMoveTheDeadline) {
     auto receive = ranks[0]->SendReceive(Traffic::kQ, 1, NumberBuffer(0), 1, 8).value();
     const absl::Duration before = run.PausedTime();
     run.Pause();
-    std::thread owner([&run] {
+    std::thread owner([&] {
       absl::SleepFor(3 * kWait);
       run.Resume();
     });
