@@ -76,7 +76,7 @@ int clock_gettime(clockid_t clock, timespec* time) noexcept {
 }
 
 // std::ifstream opens files with it.
-FILE* fopen64(const char* path, const char* mode) noexcept {
+FILE* fopen64(const char* path, const char* mode) {
   static constinit Known known;
   auto* const next = Next<FILE*(const char*, const char*)>(known, "fopen64");
   const char* meminfo = std::strcmp(path, "/proc/meminfo") == 0 ? std::getenv("MESHFILL_MEMINFO") : nullptr;

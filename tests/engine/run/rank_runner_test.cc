@@ -203,7 +203,7 @@ TEST_F(RunRankTest, CountsTheTokensOfEachExpert) {
     std::vector<int64_t> expected(kLayers * kExperts);
     int routed = 0;
     WatchedStream stream(DType::kF32);
-    stream.before_route = [&](const RouteArgs& args) {
+    stream.before_route = [&, dense_layers = dense_layers](const RouteArgs& args) {
       CountBest(args, expected.data() + (dense_layers + routed++ / kSlices) * kExperts);
     };
     const auto output = Run(plan, stream);
