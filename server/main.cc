@@ -216,16 +216,14 @@ int Main(int argc, char** argv) {
     return ReportUsageError(app, error);
   }
 
-  for (const std::unique_ptr<Command>& command : commands) {
-    if (!command->app().parsed()) continue;
-    absl::Status status = command->Run();
-    if (std::fflush(stdout) != 0 && status.ok()) {
-      status = absl::UnknownError("standard output cannot be written; is the disk full?");
-    }
-    if (!status.ok()) ReportError(CommandPath(app), status.message());
-    return ExitStatus(status);
+  const auto chosen = std::ranges::find_if(
+      commands, [](const std::unique_ptr<Command>& command) { return command->app().parsed(); });
+  absl::Status status = (*chosen)->Run();
+  if (std::fflush(stdout) != 0 && status.ok()) {
+    status = absl::UnknownError("standard output cannot be written; is the disk full?");
   }
-  return kExitUsage;
+  if (!status.ok()) ReportError(CommandPath(app), status.message());
+  return ExitStatus(status);
 }
 
 }  // namespace

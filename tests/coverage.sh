@@ -36,7 +36,8 @@ if [ "${1:-}" = --folders ]; then
   rm -rf "$build/profiles"
   mkdir "$build/profiles"
   # A folder for each test: %m tells binaries of one set of libraries not apart, and counts of all but one would be lost.
-  ctest --test-dir "$build" -N ${chosen:+-R "$chosen"} | sed -n 's/^ *Test *#[0-9]*: //p' > "$build/tests.txt"
+  # Mutants are built as the ordinary build is.
+  ctest --test-dir "$build" -N -E '^mutant' ${chosen:+-R "$chosen"} | sed -n 's/^ *Test *#[0-9]*: //p' > "$build/tests.txt"
   [ -s "$build/tests.txt" ] || { echo "no test is named $chosen" >&2; exit 2; }
   xargs -a "$build/tests.txt" -P "$jobs" -I{} env "LLVM_PROFILE_FILE=$PWD/$build/profiles/{}/%4m.profraw" \
     ctest --test-dir "$build" --output-on-failure --quiet --output-log "$build/profiles/{}.log" -R '^{}$' || failed=1

@@ -10,6 +10,7 @@ import pathlib
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import threading
 import time
@@ -236,6 +237,24 @@ class CliServerTest(CliTestCase):
         self.assertEqual(running.returncode, 0, answer)
         self.check_prefill_object(json.loads(answer[0]), len(prompt), ranks=4)
         self.assertEqual(server.wait(), 0)
+
+    def test_a_drain_ends_at_its_timeout(self):
+        server = Server("--config", self.config, "--set", "limits.drain_timeout=0.3s")
+        connection = Connection(server.address)
+        self.addCleanup(connection.close)
+        connection.send(frame(DATA, 0, connection.open_stream(), header_message(3)))  # its tokens never come
+        deadline = time.monotonic() + TIMEOUT_SECONDS
+        while not json.loads(self.succeed("status", "--server", server.address, "--json"))["requests"]:
+            self.assertLess(time.monotonic(), deadline)
+        server.process.send_signal(signal.SIGTERM)
+        self.assertEqual(server.wait(), 1)
+        self.assertRegex("".join(server.lines), r"requests still ran, or leases still lived, after limits\.drain_timeout of 300ms")
+
+    def test_pages_that_cannot_listen_are_said(self):
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            port = taken.getsockname()[1]
+            self.refuse("serve", "--config", self.config, "--set", f"metrics_listen=127.0.0.1:{port}", status=1,
+                        message=r"metrics_listen: .*in use")
 
     def test_stops_and_failing_starts_take_no_time(self):
         def stop(*, uploading):

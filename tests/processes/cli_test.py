@@ -272,6 +272,13 @@ class CliTest(CliTestCase):
         self.assertNotIn("seconds", modes["resident"])
         self.assertEqual(modes["streamed"]["seconds"], plan["predicted"]["seconds"])
 
+    def test_an_output_that_cannot_be_written_is_said(self):
+        with open("/dev/full", "wb") as full:
+            done = subprocess.run([MESHFILL, "plan", "--config", self.config, "--tokens", "1000"], stdout=full, stderr=subprocess.PIPE,
+                                  timeout=TIMEOUT_SECONDS)
+        self.assertEqual(done.returncode, 1)
+        self.assertRegex(done.stderr.decode(), r"meshfill plan: standard output cannot be written; is the disk full\?\n\Z")
+
     def test_plan_for_gpus_that_are_not_here(self):
         root = pathlib.Path(__file__).resolve().parents[2]
         cluster = root / "configs/scenarios/h100_nodes.yaml"

@@ -139,6 +139,8 @@ class PoolTest(PoolTestCase):
         self.assertEqual(health("healthz"), 200)  # nothing is wrong with it
         self.refuse("worker", "--config", self.worker_config, "--join", self.control, "--set",
                     f"pool.worker.metrics_listen={address}", status=1, message=r"pool\.worker\.metrics_listen: .*port")
+        worker.signal(signal.SIGTERM)
+        self.assertEqual(worker.wait(), 0)
 
     def test_ranks_sit_where_the_links_are(self):
         """With slow links between two hosts, a KV ring of four stays on each, and the answer is what it is."""

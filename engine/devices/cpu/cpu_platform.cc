@@ -27,10 +27,11 @@ constexpr double kPeakMeasureSeconds = 0.2;
 // The processor as the system names it.
 std::string ProcessorName() {
   std::ifstream file("/proc/cpuinfo");
+  std::string name = " unknown processor";
   for (std::string line; std::getline(file, line);) {
-    if (line.starts_with("model name")) return line.substr(line.find(':') + 1);
+    if (line.starts_with("model name")) name = line.substr(line.find(':') + 1);
   }
-  return " unknown processor";
+  return name;
 }
 
 class CpuDevices final : public PoolDevices {

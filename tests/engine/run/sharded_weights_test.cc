@@ -315,6 +315,18 @@ TEST_P(ShardedWeightsTest, APeerThatDoesNotComeIsAnErrorThatNamesIt) {
   EXPECT_THAT(std::string(taken.status().message()), HasSubstr("gather from rank 1"));
 }
 
+TEST_P(ShardedWeightsTest, APartThatDoesNotComeIsNamed) {
+  std::vector<Worker> workers = LoadWorkers(2);
+  const auto run = Open(workers, /*head=*/0, {1, 1});  // the other one never asks, so that it gives nothing
+  const absl::Status layer = run->feeds[0]->Take(0, 0, absl::Milliseconds(50)).status();
+  EXPECT_TRUE(absl::IsDeadlineExceeded(layer)) << layer;
+  EXPECT_THAT(std::string(layer.message()), HasSubstr("share 0 of 2 of the weights: layer 0 has not come"));
+  EXPECT_THAT(std::string(layer.message()), HasSubstr("whether the other workers get on"));
+  const absl::Status head = run->feeds[0]->Take(0, kLayers, absl::Milliseconds(50)).status();
+  EXPECT_THAT(std::string(head.message()),
+              HasSubstr("share 0 of 2 of the weights: the LM head has not come"));
+}
+
 TEST_P(ShardedWeightsTest, AStopAndAnAbortEndTheWait) {
   std::vector<Worker> workers = LoadWorkers(2);
   {

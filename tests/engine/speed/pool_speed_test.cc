@@ -103,6 +103,26 @@ TEST(MeasurePoolSpeed, RanksThatShareThreadsHaveTheirShare) {
 }
 
 // What is counted is what is run.
+// What loads a GPU's kernels before a prompt does.
+TEST(RunEachOperation, RunsOnAnyDeviceAndSaysWhatFails) {
+  const ModelShape model = {.layers = 2,
+                            .hidden = 64,
+                            .intermediate = 96,
+                            .q_heads = 4,
+                            .kv_heads = 2,
+                            .head_dim = 16,
+                            .vocab = 100,
+                            .dtype = DType::kF32};
+  const std::unique_ptr<Device> device = MakeCpuDevice(DType::kF32, 1, 1);
+  StopToken stop;
+  const auto stream = device->NewStream(&stop);
+  ASSERT_TRUE(stream.ok()) << stream.status();
+  const absl::Status ran = RunEachOperation(model, **stream);
+  EXPECT_TRUE(ran.ok()) << ran;
+  stop.Stop();
+  EXPECT_TRUE(absl::IsCancelled(RunEachOperation(model, **stream)));
+}
+
 TEST(LayerProbe, CountsTheWorkOfItsOperations) {
   const ModelShape model{.layers = 3,
                          .hidden = 8192,
