@@ -66,9 +66,6 @@ class PoolFaultsTest(PoolTestCase):
         cls.middle_prompt = cls.tmp / "middle.bytes"
         cls.middle_prompt.write_bytes(cls.long_prompt.read_bytes()[:16_000])
 
-    def prefill_middle(self):
-        return self.prefill_later(self.middle_prompt, "--format", "bytes")
-
     def expect_answer(self, result, prompt, *arguments):
         """The first token that an embedded pool of one rank gives."""
         alone = self.embedded("--tokens", prompt, *arguments, "--ranks", 1)
@@ -232,7 +229,7 @@ class PoolFaultsTest(PoolTestCase):
         for worker in workers:
             worker.wait_for("joined the pool")
         for seconds in (3600, -3600, 86400, 0):
-            running = self.prefill_middle()
+            running = self.prefill_later(self.middle_prompt, "--format", "bytes", "--tile", "1x2")
             self.wait_until(lambda: self.metric('meshfill_ranks{state="running"}') == 2)
             faults.set(clock_offset_seconds=seconds)
             self.assertEqual(self.answer_of(running)["plan"]["ranks"], 2)

@@ -81,6 +81,15 @@ TEST(ModelConfigTest, Gemma3HasTwoRopesInOldAndNewSpelling) {
             4096);
 }
 
+TEST(ModelConfigTest, Llama3FactorsMayBeSmall) {
+  const json small = {{"rope_type", "llama3"},
+                      {"factor", 8.0},
+                      {"low_freq_factor", 1e-6},
+                      {"high_freq_factor", 2e-6},
+                      {"original_max_position_embeddings", 512}};
+  EXPECT_EQ(ParseGood(Rope(small)).rope.high_freq_factor, 2e-6);
+}
+
 TEST(ModelConfigTest, RopeInOldAndNewSpelling) {
   const json llama3 = {{"rope_type", "llama3"},
                        {"factor", 8.0},

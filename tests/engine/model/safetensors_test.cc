@@ -163,10 +163,12 @@ TEST(SafetensorsFileTest, APipeIsNoFile) {
 TEST(SafetensorsFileTest, ReadsScalarsEmptyTensorsAndOddHeaders) {
   const TempFolder folder;
   const std::string header = "{" + Entry("empty", "F32", "[0,3]", "[0,0]") + "," +
-                             Entry("scalar", "I64", "[]", "[0,8]") + R"(,"__metadata__":{"a":"b"}}  )";
+                             Entry("scalar", "I64", "[]", "[0,8]") + "," +
+                             Entry("A", "F32", "[0]", "[8,8]") + R"(,"__metadata__":{"a":"b"}}  )";
   const auto file = SafetensorsFile::Open(folder.Write("f.safetensors", FileOf(header, 8)));
   ASSERT_TRUE(file.ok()) << file.status();
-  ASSERT_EQ((*file)->tensors().size(), 2u);
+  ASSERT_EQ((*file)->tensors().size(), 3u);
+  EXPECT_NE((*file)->Find("A"), nullptr) << "it sorts before the metadata";
   EXPECT_EQ((*file)->Find("empty")->bytes.size(), 0u);
   EXPECT_EQ((*file)->Find("scalar")->bytes.size(), 8u);
   EXPECT_EQ((*file)->Find("other"), nullptr);

@@ -115,6 +115,7 @@ TEST_F(RunRankTest, TakesTheSlicesAndTheMemoryOfItsPlan) {
     ASSERT_TRUE(output.ok()) << output.status();
     EXPECT_EQ(stream.most_product_tokens, std::min<int64_t>(slice_tokens, kTokens));
     EXPECT_EQ(SpareBytes(plan, stream), 0);
+    EXPECT_EQ(output->probe_seconds, 0) << "no link was probed";
     if (logits.empty()) logits = output->logits;
     EXPECT_EQ(output->logits, logits);  // the reference's: a product's rows do not know of each other
   }
