@@ -95,13 +95,16 @@ class Nearest:
 
     def of(self, file):
         """(tests, how many of them include the file's header or are of its folder)."""
-        stem, folder = pathlib.Path(file).stem, f"tests/{pathlib.Path(file).parent}"
+        stem, parent = pathlib.Path(file).stem, pathlib.Path(file).parent
+        folder = f"tests/{parent}"
         header = f'#include "{pathlib.Path(file).with_suffix(".h")}"'
 
         def distance(test):
             by_name = test == f"{stem}_test"
             includes = header in self._texts[test]
-            beside = any(str(pathlib.Path(source).parent) == folder for source in self._sources[test])
+            folders = {str(pathlib.Path(source).parent) for source in self._sources[test]}
+            # kernels/cuda has its tests in tests/kernels, as cuda_….
+            beside = folder in folders or (f"tests/{parent.parent}" in folders and parent.name in test.split("_"))
             is_binary = bool(self._sources[test])  # else a script runs it: whole processes
             return not by_name, not includes, not beside, not is_binary, self._sizes[test], test
 
