@@ -27,9 +27,9 @@ struct ChosenWeights {
 absl::StatusOr<ChosenWeights> ChooseWeights(const EngineOptions& options, const ModelShape& shape,
                                             const PoolDevices& hardware);
 
-// The mode where nobody says one. Weights are resident where they leave a fifth of what
-// is free, or the budget that prefills were given, and where they are a tenth of what is free or less.
-// `free_bytes` 0: not known. `memory_budget_bytes` 0: none was given.
+// The mode where nobody says one. Weights are resident where they leave a fifth of what is free, or the budget
+// that prefills were given, and where they are a tenth of what is free or less. `free_bytes` 0: not known.
+// `memory_budget_bytes` 0: none was given.
 WeightMode AutoWeightMode(int64_t resident_bytes, int64_t free_bytes, int64_t memory_budget_bytes);
 
 // The seconds of weights that stream: of the first layer of a model, read as a run would, or of packing

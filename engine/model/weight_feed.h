@@ -86,8 +86,9 @@ class WeightFeed {
   virtual ~WeightFeed() = default;  // no reader uses it any more
 
   // Part `part`, once it is there; readers ask for later and later ones. Until the reader asks again, or
-  // leaves, the part stays: by then the operations of its stream that read it have to have run. CANCELLED: the run was stopped. DEADLINE_EXCEEDED: for `timeout` nothing was
-  // read. Else what reading or packing failed with.
+  // leaves, the part stays: by then the operations of its stream that read it have to have run. CANCELLED:
+  // the run was stopped. DEADLINE_EXCEEDED: for `timeout` nothing was read. Else what reading or packing
+  // failed with.
   virtual absl::StatusOr<const WeightPart*> Take(int reader, int part, absl::Duration timeout) = 0;
   // The reader asks for nothing more.
   virtual void Leave(int reader) = 0;

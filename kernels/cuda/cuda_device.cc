@@ -21,7 +21,8 @@
 namespace meshfill {
 namespace {
 
-// Threads that read weights. More than eight of them read faster than a link moves.
+// Threads that read weights. Eight filled about half of a link of PCIe 5.0 x16 (docs/tuning.md); others have
+// the cores for what the host does besides.
 int UploadThreads() { return std::clamp(static_cast<int>(std::thread::hardware_concurrency()), 1, 8); }
 
 class CudaDevice final : public Device {

@@ -84,11 +84,6 @@ class CudaHostCopies::Copy : public HostCopy {
   const StopToken* const stop_;
 };
 
-void CudaHostCopies::FreePinned::operator()(std::byte* memory) const {
-  const ScopedCudaDevice scope(device);
-  cudaFreeHost(memory);
-}
-
 absl::StatusOr<std::unique_ptr<CudaHostCopies>> CudaHostCopies::Make(int device,
                                                                      std::shared_ptr<CudaQueue> retire) {
   const ScopedCudaDevice scope(device);
@@ -96,14 +91,7 @@ absl::StatusOr<std::unique_ptr<CudaHostCopies>> CudaHostCopies::Make(int device,
   std::array<Piece, kPieces> pieces;
   for (Piece& piece : pieces) {
     ASSIGN_OR_RETURN(piece.gathered, CudaAllocation::Allocate(kPieceBytes, queue, retire));
-    void* host = nullptr;
-    if (cudaError_t error = cudaHostAlloc(&host, kPieceBytes, cudaHostAllocPortable); error != cudaSuccess) {
-      cudaGetLastError();
-      if (error != cudaErrorMemoryAllocation) return LaunchStatus("allocating pinned memory", error);
-      return absl::ResourceExhaustedError(
-          absl::StrCat(kPieceBytes, " bytes of pinned host memory were refused; free memory of the host"));
-    }
-    piece.host = std::unique_ptr<std::byte, FreePinned>(static_cast<std::byte*>(host), FreePinned{device});
+    ASSIGN_OR_RETURN(piece.host, AllocatePinnedMemory(device, kPieceBytes));
   }
   return std::unique_ptr<CudaHostCopies>(new CudaHostCopies(std::move(queue), std::move(pieces)));
 }

@@ -19,6 +19,7 @@
 #include "absl/status/statusor.h"
 #include "kernels/cuda/health.h"
 #include "kernels/cuda/memory.h"
+#include "kernels/cuda/pinned_memory.h"
 #include "kernels/cuda/queue.h"
 #include "kernels/mutex.h"
 #include "kernels/stream.h"
@@ -44,13 +45,9 @@ class CudaHostCopies {
 
  private:
   static constexpr size_t kPieces = 2;  // one on its way, one being put in its place
-  struct FreePinned {
-    int device;
-    void operator()(std::byte* memory) const;
-  };
   struct Piece {
-    BufferRef gathered;                           // on the device
-    std::unique_ptr<std::byte, FreePinned> host;  // pinned
+    BufferRef gathered;  // on the device
+    PinnedMemory host;
   };
   struct Job;
   class Copy;

@@ -33,23 +33,11 @@ absl::Status Read(const WeightRows& rows, size_t row_bytes, int64_t first, int64
 
 }  // namespace
 
-void CudaRowUploads::FreePinned::operator()(std::byte* memory) const {
-  const ScopedCudaDevice scope(device);
-  cudaFreeHost(memory);
-}
-
 absl::StatusOr<std::unique_ptr<CudaRowUploads>> CudaRowUploads::Make(int device, int threads) {
-  const ScopedCudaDevice scope(device);
   std::vector<Piece> pieces;
   for (int thread = 0; thread < threads; ++thread) {
-    void* host = nullptr;
-    if (cudaError_t error = cudaHostAlloc(&host, kPieceBytes, cudaHostAllocPortable); error != cudaSuccess) {
-      cudaGetLastError();
-      if (error != cudaErrorMemoryAllocation) return LaunchStatus("allocating pinned memory", error);
-      return absl::ResourceExhaustedError(
-          absl::StrCat(kPieceBytes, " bytes of pinned host memory were refused; free memory of the host"));
-    }
-    pieces.push_back({.host = {static_cast<std::byte*>(host), FreePinned{device}}, .copied = nullptr});
+    ASSIGN_OR_RETURN(PinnedMemory host, AllocatePinnedMemory(device, kPieceBytes));
+    pieces.push_back({.host = std::move(host), .copied = nullptr});
   }
   try {
     return std::unique_ptr<CudaRowUploads>(new CudaRowUploads(device, std::move(pieces)));
@@ -70,8 +58,9 @@ absl::Status CudaRowUploads::Upload(const WeightRows& rows, int64_t first, int64
                                     std::byte* to, CudaQueue& queue) {
   const auto rows_of_piece = static_cast<int64_t>(kPieceBytes / row_bytes);
   if (rows_of_piece == 0) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("a weight's row has ", row_bytes, " bytes; a GPU takes at most ", kPieceBytes));
+    return absl::InvalidArgumentError(absl::StrCat("a weight's row has ", row_bytes,
+                                                   " bytes, of which a GPU takes ", kPieceBytes,
+                                                   "; choose the device cpu"));
   }
   Mutex mu;
   absl::Status failed;

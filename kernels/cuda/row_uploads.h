@@ -17,6 +17,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "kernels/cpu/thread_pool.h"
+#include "kernels/cuda/pinned_memory.h"
 #include "kernels/cuda/queue.h"
 #include "kernels/device.h"
 
@@ -40,12 +41,8 @@ class CudaRowUploads {
                       CudaQueue& queue);
 
  private:
-  struct FreePinned {
-    int device;
-    void operator()(std::byte* memory) const;
-  };
   struct Piece {
-    std::unique_ptr<std::byte, FreePinned> host;
+    PinnedMemory host;
     std::shared_ptr<const CudaPoint> copied;  // where it may be written again; null: it may now
   };
 

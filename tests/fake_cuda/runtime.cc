@@ -458,6 +458,7 @@ cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t start, cudaEve
 }
 
 cudaError_t cudaHostAlloc(void** pointer, size_t size_bytes, unsigned int) {
+  if (FakeCuda::refuses_pinned_memory) return ReturnInContext(cudaErrorMemoryAllocation);
   *pointer = std::malloc(size_bytes);
   const std::lock_guard<std::mutex> lock(meshfill::pinned_mutex);
   meshfill::pinned[reinterpret_cast<uintptr_t>(*pointer)] = size_bytes;

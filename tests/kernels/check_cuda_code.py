@@ -25,7 +25,7 @@ class Kernel:
     architecture: str        # as kernels/CMakeLists.txt has it
     registers: int           # at launch, at most
     exponentials: int = 0    # of a key tile and thread: two rows' scores
-    late_exponentials: int = 0  # how many of them the compiler may move behind P V
+    late_exponentials: int = 0  # how many of them the compiler may move behind P V, in one of the loops
     products: tuple = ()     # wgmma instructions of Q Kᵀ and of P V, a key tile
     moved_registers: int = 0  # for their descriptors, from vector to uniform registers (R2UR), at most
     spilled_bytes: int = 0   # stored, at most
@@ -120,6 +120,7 @@ def loop_faults(kernel, instructions):
     if len(pairs) != LOOPS:
         yield f"{len(pairs)} loops that issue {qk} and then {pv} products, of which there are {LOOPS}; batches {batches}"
         return
+    late_loops = 0
     for (begin, _), (first, count) in pairs:
         moved = moves[first + count - 1] - moves[begin]
         if moved > kernel.moved_registers:
@@ -131,7 +132,8 @@ def loop_faults(kernel, instructions):
             continue
         between = rest[waits[0] + 1 : waits[1]]
         exponentials = sum(name.startswith("MUFU.EX2") for name in between)
-        if exponentials < kernel.exponentials - kernel.late_exponentials:
+        late_loops += kernel.exponentials - kernel.late_exponentials <= exponentials < kernel.exponentials
+        if exponentials < kernel.exponentials - kernel.late_exponentials or late_loops > 1:
             yield f"{exponentials} of {kernel.exponentials} exponentials run under P V"
         if any(name.startswith(("LDL", "STL")) for name in between):
             yield "a loop uses local memory"

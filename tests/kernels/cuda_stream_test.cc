@@ -261,6 +261,7 @@ TEST_F(CudaStreamTest, RefusesARowLongerThanAPiece) {
   const WeightRows rows = {.data = row.data(), .dtype = DType::kBf16, .rows = 1};
   const absl::Status status = device_->PackWeight({&rows, 1}, in).status();
   EXPECT_TRUE(absl::IsInvalidArgument(status)) << status;
+  EXPECT_NE(status.message().find("choose the device cpu"), std::string::npos) << status;
 }
 
 TEST_F(CudaStreamTest, Activate) {

@@ -192,6 +192,16 @@ TEST_F(CudaEngineTest, RefusesWeightsAndPromptsThatDoNotFit) {
   EXPECT_TRUE(absl::IsFailedPrecondition(status)) << status;
 }
 
+TEST_F(CudaEngineTest, PinnedMemoryThatIsRefusedIsSaid) {
+  FakeCuda::refuses_pinned_memory = true;
+  const absl::Status status = LoadStatus(Options(1));
+  FakeCuda::refuses_pinned_memory = false;
+  EXPECT_TRUE(absl::IsResourceExhausted(status) && Says(status, "bytes of pinned host memory were refused") &&
+              Says(status, "free memory of the host"))
+      << status;
+  EXPECT_TRUE(LoadStatus(Options(1)).ok()) << "the next one is served";
+}
+
 // Of a model that leaves no room resident, a run has two layers on the device beside the embedding, and what
 // its plan says, whatever the layers; then nothing of it.
 TEST_F(CudaEngineTest, StreamsWeightsWithinWhatThePlanSays) {
