@@ -68,6 +68,12 @@ struct PackedForm {
   int64_t ByteOf(int64_t panel) const { return panel < panels() ? panel * panel_bytes : bytes; }
 };
 
+// Bytes that go from one buffer to another, of as many bytes.
+struct BufferCopy {
+  BufferRef from;
+  BufferRef to;
+};
+
 // Rows of a matrix that are in no memory yet. Thread-safe.
 class RowSource {
  public:
@@ -128,6 +134,9 @@ class Device {
   virtual absl::StatusOr<BufferRef> Allocate(size_t size_bytes) = 0;
   // `host` bytes as operations read them: where they are, or a copy. They outlive the buffer.
   virtual absl::StatusOr<BufferRef> Place(const void* host, size_t size_bytes) = 0;
+  // Each `to` is this device's; each `from` is, too, or that of another of its kind in this process. All are
+  // there when it returns.
+  virtual absl::Status Copy(std::span<const BufferCopy> copies) = 0;
   // The rows are stacked in order and converted to the compute dtype; the sources may go afterwards. A
   // source's error is this one's. Of FP8 are all rows or none, with blocks of as many columns each, and so of
   // MXFP4; they stay as they are where the device can, and each product is that of the f32 products of

@@ -11,6 +11,14 @@ BufferRef PlaceOnHost(const void* host, size_t size_bytes) {
   return std::make_shared<Buffer>(const_cast<void*>(host), size_bytes, [](void*, size_t) {});
 }
 
+absl::Status CopyOnHost(std::span<const BufferCopy> copies) {
+  for (const BufferCopy& copy : copies) {
+    if (copy.from->size_bytes() == 0) continue;
+    std::memcpy(copy.to->data(), copy.from->data(), copy.from->size_bytes());
+  }
+  return absl::OkStatus();
+}
+
 absl::StatusOr<BufferRef> HostStream::Allocate(size_t size_bytes) { return device().Allocate(size_bytes); }
 
 absl::StatusOr<BufferRef> HostStream::Place(const void* host, size_t size_bytes) {

@@ -4,13 +4,17 @@
 #define MESHFILL_KERNELS_HOST_STREAM_H_
 
 #include <memory>
+#include <span>
 
+#include "kernels/device.h"
 #include "kernels/stream.h"
 
 namespace meshfill {
 
 // Host memory as device memory: no copy. What Device::Place is on such a device.
 BufferRef PlaceOnHost(const void* host, size_t size_bytes);
+// What Device::Copy is there.
+absl::Status CopyOnHost(std::span<const BufferCopy> copies);
 
 class HostStream : public Stream {
  public:

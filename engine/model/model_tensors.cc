@@ -1,7 +1,6 @@
 #include "engine/model/model_tensors.h"
 
 #include <algorithm>
-#include <cstring>
 #include <filesystem>
 #include <span>
 #include <utility>
@@ -50,9 +49,11 @@ absl::StatusOr<BufferRef> PackBytes(
                      StackedRows::Of(linears_of(matrix), blocks, before_read));
     ASSIGN_OR_RETURN(const BufferRef packed,
                      device.PackPanels(stacked->rows(), matrix.in_features, first, panels));
-    std::memcpy(bytes->data<std::byte>() + matrix.begin + from - begin,
-                packed->data<std::byte>() + from - matrix.form.ByteOf(first),
-                static_cast<size_t>(until - from));
+    const auto size_bytes = static_cast<size_t>(until - from);
+    const BufferCopy copy = {
+        .from = PartOf(packed, static_cast<size_t>(from - matrix.form.ByteOf(first)), size_bytes),
+        .to = PartOf(bytes, static_cast<size_t>(matrix.begin + from - begin), size_bytes)};
+    RETURN_IF_ERROR(device.Copy({&copy, 1}));
   }
   return bytes;
 }

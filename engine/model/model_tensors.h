@@ -41,8 +41,8 @@ class ModelTensors {
                                                          const BeforeRead& before_read) const;
   absl::StatusOr<PlacedVector> PlaceFinalNorm(Device& device) const;
 
-  // The same in bytes, for weights that processes share. Those in FP8 and MXFP4 stay so. `before_read` is not
-  // null.
+  // The same in bytes, for weights that processes or devices share. Those in FP8 and MXFP4 stay so.
+  // `before_read` is not null.
   absl::StatusOr<WeightImage> LayerImage(Device& device, int layer) const;
   absl::StatusOr<WeightImage> HeadImage(Device& device, int64_t rows) const;
   // Bytes [begin, end) of the image. Panels that they cut are packed whole for it.

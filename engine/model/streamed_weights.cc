@@ -38,6 +38,7 @@ class StreamedWeights::Maker final : public PartMaker {
   }
   void Quit() override {}
   bool serves_others() const override { return false; }
+  WeightMode mode() const override { return WeightMode::kStreamed; }
   int64_t sent_bytes() const override { return 0; }
   std::string PartName(int part) const override {
     const int layers = weights_.tensors().config().shape.layers;

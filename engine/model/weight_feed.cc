@@ -68,9 +68,7 @@ class AheadFeed final : public WeightFeed {
   }
 
   uint64_t reads() const override { return reads_.load(std::memory_order_relaxed); }
-  WeightMode mode() const override {
-    return maker_->serves_others() ? WeightMode::kSharded : WeightMode::kStreamed;
-  }
+  WeightMode mode() const override { return maker_->mode(); }
   int64_t sent_bytes() const override { return maker_->sent_bytes(); }
 
  private:

@@ -110,6 +110,7 @@ class PartMaker {
   virtual void Quit() = 0;
   // Whether others need its work on parts that no reader will ask for any more.
   virtual bool serves_others() const = 0;
+  virtual WeightMode mode() const = 0;
   virtual int64_t sent_bytes() const = 0;  // bytes that other processes gather from it in the run
   // What a reader is told whose part does not come: "/models/m: layer 3", and where to look.
   virtual std::string PartName(int part) const = 0;

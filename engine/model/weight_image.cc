@@ -5,7 +5,7 @@
 namespace meshfill {
 namespace {
 
-constexpr int64_t kLineBytes = 64;  // one cache line
+constexpr int64_t kAlignment = 256;  // as devices align memory: their products ask no more
 
 }  // namespace
 
@@ -18,14 +18,14 @@ absl::Status WeightImage::Add(Device& device, LayerPart part, int copy, int64_t 
                       .in_features = in_features,
                       .kind = kind,
                       .form = form,
-                      .begin = (bytes + kLineBytes - 1) / kLineBytes * kLineBytes});
+                      .begin = (bytes + kAlignment - 1) / kAlignment * kAlignment});
   bytes = matrices.back().begin + form.bytes;
   return absl::OkStatus();
 }
 
 int64_t WeightImage::Cut(int index, int of) const {
   if (index == of) return bytes;
-  return static_cast<int64_t>(static_cast<__int128>(bytes) * index / of) / kLineBytes * kLineBytes;
+  return static_cast<int64_t>(static_cast<__int128>(bytes) * index / of) / kAlignment * kAlignment;
 }
 
 }  // namespace meshfill

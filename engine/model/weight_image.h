@@ -1,10 +1,10 @@
 // The matrices of a part of the weights as bytes: packed, one after the other, panel by panel.
 //
 //     layer   | qkv 0 | qkv 1 | … | o 0 | o 1 | … | gate_up 0 | …
-//     shares  |     0     |     1     |     2     |     3     |      cut evenly, where cache lines begin
+//     shares  |     0     |     1     |     2     |     3     |      cut evenly, at multiples of 256 bytes
 //
-// Processes that share weights keep one share each. All bytes together are what PackWeight would have made,
-// so that products have the same bits.
+// Processes, or devices, that share weights keep one share each. All bytes together are what PackWeight would
+// have made, so that products have the same bits.
 #ifndef MESHFILL_ENGINE_MODEL_WEIGHT_IMAGE_H_
 #define MESHFILL_ENGINE_MODEL_WEIGHT_IMAGE_H_
 
@@ -28,12 +28,12 @@ struct WeightImage {
     int64_t begin = 0;  // byte of the image
   };
 
-  // Puts a matrix of so many features behind the others, where a cache line begins. Errors: those of
+  // Puts a matrix of so many features behind the others, at a multiple of 256 bytes. Errors: those of
   // Device::FormOf.
   absl::Status Add(Device& device, LayerPart part, int copy, int64_t out_features, int64_t in_features,
                    const ElementKind& kind);
 
-  // Where share `index` of `of` begins; `index` may be `of`. Shares differ by a cache line at most: all wait
+  // Where share `index` of `of` begins; `index` may be `of`. Shares differ by 256 bytes at most: all wait
   // for the largest, and a layer may have fewer panels than there are shares.
   int64_t Cut(int index, int of) const;
 

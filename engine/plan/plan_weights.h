@@ -46,7 +46,7 @@ struct WeightModeBytes {
 // `link`. `one` is what a worker offers: all the weights, what its runs take, and how long it takes to send
 // and receive as much as a layer, whatever the link.
 PlanWeights SharedAmong(const PlanWeights& one, int workers, const Link& link);
-// What each of them keeps, a cache line of each part more or less.
+// What each of them keeps, 256 bytes of each part more or less.
 int64_t ShareBytes(const PlanWeights& one, int workers);
 
 // The same for every process of a pool: what the one that needs most, and longest, does.

@@ -2,14 +2,11 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cstring>
 #include <string>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "engine/model/streamed_weights.h"
 #include "kernels/return_if_error.h"
-#include "kernels/word_hash.h"
 
 namespace meshfill {
 
@@ -41,32 +38,19 @@ class ShardedWeights::Share {
       : weights_(weights), share_(share), parts_(weights.parts()) {}
 
   const WeightShare& index() const { return share_; }
-  int64_t bytes_of(int part) const { return weights_.BytesOf(part, share_.index, share_.of); }
 
   // Null where the share has nothing of the part.
   absl::StatusOr<BufferRef> Bytes(int part, const BeforeRead& before_read) {
-    if (bytes_of(part) == 0) return BufferRef();
+    if (weights_.parts_->BytesOf(part, share_) == 0) return BufferRef();
     const MutexLock lock(mu_);
     if (parts_[part] == nullptr) {
-      ASSIGN_OR_RETURN(BufferRef packed, Pack(part, before_read));
+      ASSIGN_OR_RETURN(BufferRef packed, weights_.parts_->PackShare(part, share_, before_read));
       parts_[part] = weights_.tally_->Count(std::move(packed));
     }
     return parts_[part];
   }
 
  private:
-  absl::StatusOr<BufferRef> Pack(int part, const BeforeRead& before_read) const {
-    const ModelTensors& tensors = weights_.tensors_;
-    const WeightImage& image = weights_.images_[part];
-    const int layers = tensors.config().shape.layers;
-    const int64_t begin = image.Cut(share_.index, share_.of), end = image.Cut(share_.index + 1, share_.of);
-    if (part < layers) {
-      return tensors.PackLayerBytes(weights_.device_, part, image, begin, end, before_read);
-    }
-    return tensors.PackHeadBytes(weights_.device_, (part - layers) * weights_.head_rows_, image, begin, end,
-                                 before_read);
-  }
-
   const ShardedWeights& weights_;
   const WeightShare share_;
   Mutex mu_;  // held while a part is packed
@@ -77,41 +61,51 @@ class ShardedWeights::Share {
 class ShardedWeights::Maker final : public PartMaker {
  public:
   Maker(const ShardedWeights& weights, std::shared_ptr<Share> share, Gathering gathering)
-      : weights_(weights), share_(std::move(share)), gathering_(std::move(gathering)) {}
+      : weights_(weights),
+        share_(std::move(share)),
+        gathering_(std::move(gathering)),
+        rooms_([&weights]() -> absl::StatusOr<BufferRef> {
+          const WeightParts& parts = *weights.parts_;
+          ASSIGN_OR_RETURN(BufferRef room, parts.device().Allocate(static_cast<size_t>(parts.most_bytes())));
+          return weights.tally_->Count(std::move(room));
+        }) {}
 
   absl::StatusOr<std::shared_ptr<const WeightPart>> Load(int part, const BeforeRead& before_read) override {
     if (part >= layers() && !gathering_.head.has_value()) return std::shared_ptr<const WeightPart>();
-    const auto [me, of] = gathering_.share;
-    const WeightImage& image = weights_.images_[part];
+    const WeightShare& me = gathering_.share;
     ASSIGN_OR_RETURN(const BufferRef mine, share_->Bytes(part, before_read));
     BufferRef whole;
-    if (part < layers() || me == gathering_.head) {
-      ASSIGN_OR_RETURN(const BufferRef room, Room());
-      whole = PartOf(room, 0, static_cast<size_t>(image.bytes));
+    if (part < layers() || me.index == gathering_.head) {
+      // Messages to the next worker use a part, too, until it has all of it; it does once its share of the
+      // part after has come.
+      ASSIGN_OR_RETURN(const BufferRef room, rooms_.Take());
+      whole = PartOf(room, 0, static_cast<size_t>(parts().image(part).bytes));
       if (mine != nullptr) {
-        std::memcpy(whole->data<std::byte>() + image.Cut(me, of), mine->data(), mine->size_bytes());
+        const BufferCopy copy = {.from = mine, .to = parts().ShareOf(part, whole, me)};
+        RETURN_IF_ERROR(parts().device().Copy({&copy, 1}));
       }
     }
     int64_t most_bytes = 0;
-    for (int i = 0; i < of; ++i) most_bytes = std::max(most_bytes, weights_.BytesOf(part, i, of));
+    for (int i = 0; i < me.of; ++i) most_bytes = std::max(most_bytes, BytesOf(part, i));
     const std::vector<ShareSwap> swaps =
         part < layers() ? RoundTheRing(part, whole) : ToTheHead(part, mine, whole);
     RETURN_IF_ERROR(gathering_.exchange->Exchange(swaps, most_bytes, before_read));
     if (whole == nullptr) return std::shared_ptr<const WeightPart>();
-    return PartOfBytes(part, whole, before_read);
+    return parts().PartOfBytes(part, whole, before_read);
   }
 
   void Quit() override { gathering_.exchange->End(); }
   bool serves_others() const override { return true; }
+  WeightMode mode() const override { return WeightMode::kSharded; }
 
   int64_t sent_bytes() const override {
     const auto [me, of] = gathering_.share;
     int64_t bytes = 0;
     for (int part = 0; part < weights_.parts(); ++part) {
       if (part < layers()) {  // all shares but the next worker's own
-        bytes += weights_.images_[part].bytes - weights_.BytesOf(part, (me + 1) % of, of);
+        bytes += parts().image(part).bytes - BytesOf(part, (me + 1) % of);
       } else if (gathering_.head.has_value() && me != gathering_.head) {
-        bytes += share_->bytes_of(part);
+        bytes += BytesOf(part, me);
       }
     }
     return bytes;
@@ -119,20 +113,21 @@ class ShardedWeights::Maker final : public PartMaker {
 
   std::string PartName(int part) const override {
     return absl::StrCat("share ", gathering_.share.index, " of ", gathering_.share.of,
-                        " of the weights: ", part < layers() ? absl::StrCat("layer ", part) : "the LM head");
+                        " of the weights: ", parts().PartName(part));
   }
   const char* advice() const override { return "see whether the other workers get on, and the disk"; }
 
  private:
-  int layers() const { return weights_.tensors_.config().shape.layers; }
+  const WeightParts& parts() const { return *weights_.parts_; }
+  int layers() const { return parts().layers(); }
+  int64_t BytesOf(int part, int share) const {
+    return parts().BytesOf(part, {.index = share, .of = gathering_.share.of});
+  }
 
   // A share's place in the whole part; null where it has nothing of it, or there is no whole.
   BufferRef PlaceOf(int part, const BufferRef& whole, int share) const {
-    const int of = gathering_.share.of;
-    const int64_t bytes = weights_.BytesOf(part, share, of);
-    if (whole == nullptr || bytes == 0) return nullptr;
-    return PartOf(whole, static_cast<size_t>(weights_.images_[part].Cut(share, of)),
-                  static_cast<size_t>(bytes));
+    if (whole == nullptr || BytesOf(part, share) == 0) return nullptr;
+    return parts().ShareOf(part, whole, {.index = share, .of = gathering_.share.of});
   }
 
   // Step s sends to the next worker what step s − 1 received from the one before, at first the own share.
@@ -163,66 +158,21 @@ class ShardedWeights::Maker final : public PartMaker {
     return swaps;
   }
 
-  // Memory for any part, which no part has: it is written again and again, not mapped anew for each. The feed
-  // frees parts on this thread, so that nobody uses what this finds unused. Messages to the next worker use a
-  // part, too, until it has all of it; it does once its share of the part after has come.
-  absl::StatusOr<BufferRef> Room() {
-    for (const BufferRef& room : rooms_) {
-      if (room.use_count() == 1) return room;
-    }
-    int64_t most_bytes = 0;
-    for (const WeightImage& image : weights_.images_) most_bytes = std::max(most_bytes, image.bytes);
-    ASSIGN_OR_RETURN(BufferRef room, weights_.device_.Allocate(static_cast<size_t>(most_bytes)));
-    return rooms_.emplace_back(weights_.tally_->Count(std::move(room)));
-  }
-
-  absl::StatusOr<std::shared_ptr<const WeightPart>> PartOfBytes(int part, const BufferRef& whole,
-                                                                const BeforeRead& before_read) const {
-    const WeightImage& image = weights_.images_[part];
-    auto made = std::make_shared<WeightPart>();
-    if (part < layers()) {
-      ASSIGN_OR_RETURN(made->layer,
-                       weights_.tensors_.LayerOf(weights_.device_, part, image, whole, before_read));
-    } else {
-      const WeightImage::Matrix& head = image.matrices.front();
-      ASSIGN_OR_RETURN(made->head,
-                       weights_.device_.WeightOf(head.out_features, head.in_features, head.kind, whole, {}));
-    }
-    return made;
-  }
-
   const ShardedWeights& weights_;
   const std::shared_ptr<Share> share_;
   const Gathering gathering_;
-  std::vector<BufferRef> rooms_;  // kPartsAhead of them take turns
+  PartRooms rooms_;
 };
 
-ShardedWeights::ShardedWeights(const ModelTensors& tensors, Device& device)
-    : tensors_(tensors),
-      device_(device),
-      head_rows_(RowsOfHeadPart(tensors.config().shape)),
-      tally_(std::make_shared<Tally>()) {}
+ShardedWeights::ShardedWeights(std::unique_ptr<const WeightParts> parts)
+    : parts_(std::move(parts)), tally_(std::make_shared<Tally>()) {}
 
 ShardedWeights::~ShardedWeights() = default;
 
 absl::StatusOr<std::unique_ptr<ShardedWeights>> ShardedWeights::Make(const ModelTensors& tensors,
                                                                      Device& device) {
-  std::unique_ptr<ShardedWeights> weights(new ShardedWeights(tensors, device));
-  const ModelShape& shape = tensors.config().shape;
-  for (int layer = 0; layer < shape.layers; ++layer) {
-    ASSIGN_OR_RETURN(WeightImage image, tensors.LayerImage(device, layer));
-    weights->images_.push_back(std::move(image));
-  }
-  for (int64_t first = 0; first < shape.vocab; first += weights->head_rows_) {
-    ASSIGN_OR_RETURN(WeightImage image,
-                     tensors.HeadImage(device, std::min(weights->head_rows_, shape.vocab - first)));
-    weights->images_.push_back(std::move(image));
-  }
-  return weights;
-}
-
-int64_t ShardedWeights::BytesOf(int part, int share, int of) const {
-  return images_[part].Cut(share + 1, of) - images_[part].Cut(share, of);
+  ASSIGN_OR_RETURN(std::unique_ptr<const WeightParts> parts, WeightParts::Make(tensors, device));
+  return std::unique_ptr<ShardedWeights>(new ShardedWeights(std::move(parts)));
 }
 
 WeightMemory ShardedWeights::memory() const { return tally_->memory(); }
@@ -236,19 +186,6 @@ std::shared_ptr<ShardedWeights::Share> ShardedWeights::ShareOf(const WeightShare
 void ShardedWeights::DropUnused() {
   const MutexLock lock(mu_);
   if (share_.use_count() == 1) share_ = nullptr;  // nobody else can take it meanwhile
-}
-
-uint64_t ShardedWeights::layout() const {
-  WordHash hash;
-  for (const WeightImage& image : images_) {
-    for (const WeightImage::Matrix& matrix : image.matrices) {
-      for (const auto word : {static_cast<uint64_t>(matrix.begin), static_cast<uint64_t>(matrix.form.bytes),
-                              static_cast<uint64_t>(matrix.form.panel_bytes), matrix.form.layout}) {
-        hash.Add(word);
-      }
-    }
-  }
-  return hash.Finish();
 }
 
 std::unique_ptr<WeightFeed> ShardedWeights::Open(Gathering gathering, int readers, const StopToken* stop) {

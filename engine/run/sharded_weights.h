@@ -1,7 +1,7 @@
 // Weights that the workers of a pool share: each keeps its share of every part, packed, and gathers the
 // others' a part ahead of its use (weight_feed.h).
 //
-//     part         0     1     2     3       of 4 workers, the shares of each part (model_tensors.h)
+//     part         0     1     2     3       of 4 workers, the shares of each part (weight_image.h)
 //     worker 0    [0··· [0··· [0··· [0···    kept, packed from the files when it is first sent
 //     rank        computes                   layer 0: whole
 //     thread            gathers              layer 1: in step s of 1 … n−1 worker i sends share i − s + 1 to
@@ -16,12 +16,12 @@
 
 #include <cstdint>
 #include <memory>
-#include <vector>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/status/statusor.h"
 #include "engine/model/model_tensors.h"
 #include "engine/model/weight_feed.h"
+#include "engine/run/weight_parts.h"
 #include "kernels/mutex.h"
 #include "kernels/stop_token.h"
 
@@ -40,9 +40,8 @@ class ShardedWeights {
   static absl::StatusOr<std::unique_ptr<ShardedWeights>> Make(const ModelTensors& tensors, Device& device);
   ~ShardedWeights();
 
-  int parts() const { return static_cast<int>(images_.size()); }
-  // A hash of how the packed bytes lie: workers share weights with those of the same.
-  uint64_t layout() const;
+  int parts() const { return parts_->parts(); }
+  uint64_t layout() const { return parts_->layout(); }  // workers share weights with those of the same
   // Begins to gather for so many readers, which read the LM head where the gathering says so. The share stays
   // in memory, until another is asked for and no run has this one any more.
   std::unique_ptr<WeightFeed> Open(Gathering gathering, int readers, const StopToken* stop);
@@ -55,14 +54,10 @@ class ShardedWeights {
   class Share;
   class Tally;
 
-  ShardedWeights(const ModelTensors& tensors, Device& device);
+  explicit ShardedWeights(std::unique_ptr<const WeightParts> parts);
   std::shared_ptr<Share> ShareOf(const WeightShare& share);
-  int64_t BytesOf(int part, int share, int of) const;
 
-  const ModelTensors& tensors_;
-  Device& device_;
-  const int64_t head_rows_;
-  std::vector<WeightImage> images_;     // by part
+  const std::unique_ptr<const WeightParts> parts_;
   const std::shared_ptr<Tally> tally_;  // shared with the buffers, which may outlive the rest
   Mutex mu_;
   std::shared_ptr<Share> share_ ABSL_GUARDED_BY(mu_);  // the newest; null: none was asked for

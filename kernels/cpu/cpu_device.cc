@@ -43,6 +43,7 @@ class CpuDevice final : public Device {
   absl::StatusOr<BufferRef> Place(const void* host, size_t size_bytes) override {
     return PlaceOnHost(host, size_bytes);
   }
+  absl::Status Copy(std::span<const BufferCopy> copies) override { return CopyOnHost(copies); }
 
   absl::StatusOr<std::unique_ptr<PackedWeight>> PackWeight(std::span<const WeightRows> rows,
                                                            int64_t in_features) override {

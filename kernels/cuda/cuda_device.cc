@@ -53,6 +53,14 @@ class CudaDevice final : public Device {
     });
   }
 
+  absl::Status Copy(std::span<const BufferCopy> copies) override {
+    return Load([&](const CudaLane& lane) -> absl::StatusOr<BufferRef> {
+             for (const BufferCopy& copy : copies) RETURN_IF_ERROR(CopyFromPeer(copy, lane));
+             return BufferRef();
+           })
+        .status();
+  }
+
   absl::StatusOr<std::unique_ptr<PackedWeight>> PackWeight(std::span<const WeightRows> rows,
                                                            int64_t in_features) override {
     return Load([&](const CudaLane& lane) { return gemm_->Pack(rows, in_features, lane); });
@@ -89,6 +97,15 @@ class CudaDevice final : public Device {
     }
     if (absl::IsResourceExhausted(made.status())) return made;
     return health_.Diagnose(made.status(), *loading_.queue);
+  }
+
+  // By the copy engines, where the devices reach one another.
+  absl::Status CopyFromPeer(const BufferCopy& copy, const CudaLane& lane) const {
+    if (copy.from->size_bytes() == 0) return absl::OkStatus();
+    return LaunchStatus("copying from a peer",
+                        cudaMemcpyPeerAsync(copy.to->data(), info_.ordinal, copy.from->data(),
+                                            CudaAllocation::Of(*copy.from).device(), copy.from->size_bytes(),
+                                            lane.queue->get()));
   }
 
   absl::StatusOr<CudaLane> TakeLane() {

@@ -38,6 +38,7 @@ class CudaAllocation {
     return *static_cast<CudaAllocation*>(buffer.allocation().get());
   }
 
+  int device() const { return owner_->device(); }
   // Operations of `stream`, too, use the memory, from those called now to those called while it is held. Any
   // thread.
   void AddUser(std::shared_ptr<CudaQueue> stream);

@@ -427,6 +427,8 @@ class ReferenceDevice final : public Device {
     return PlaceOnHost(host, size_bytes);
   }
 
+  absl::Status Copy(std::span<const BufferCopy> copies) override { return CopyOnHost(copies); }
+
   absl::StatusOr<std::unique_ptr<PackedWeight>> PackWeight(std::span<const WeightRows> rows,
                                                            int64_t in_features) override {
     int64_t out_features = 0;

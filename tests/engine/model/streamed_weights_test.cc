@@ -64,6 +64,7 @@ class LoneMaker : public PartMaker {
  public:
   void Quit() override {}
   bool serves_others() const override { return false; }
+  WeightMode mode() const override { return WeightMode::kStreamed; }
   int64_t sent_bytes() const override { return 0; }
   std::string PartName(int /*part*/) const override { return "the part"; }
   const char* advice() const override { return "wait"; }

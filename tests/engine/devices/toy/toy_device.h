@@ -22,6 +22,7 @@ class ToyDevice final : public Device {
   absl::StatusOr<BufferRef> Place(const void* host, size_t size_bytes) override {
     return reference_->Place(host, size_bytes);
   }
+  absl::Status Copy(std::span<const BufferCopy> copies) override { return reference_->Copy(copies); }
   absl::StatusOr<std::unique_ptr<PackedWeight>> PackWeight(std::span<const WeightRows> rows,
                                                            int64_t in_features) override {
     return reference_->PackWeight(rows, in_features);
