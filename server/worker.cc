@@ -6,8 +6,10 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "kernels/monotonic_time.h"
 #include "kernels/return_if_error.h"
 #include "server/config/config.h"
+#include "server/idle_memory.h"
 #include "server/observe/http_pages.h"
 #include "server/observe/liveness.h"
 #include "server/observe/log.h"
@@ -47,9 +49,12 @@ absl::Status RunWorker(const v1::Config& config, const std::string& join) {
   ASSIGN_OR_RETURN(const auto pages,
                    ListenForPages(config.pool().worker().metrics_listen(), metrics, liveness));
   ASSIGN_OR_RETURN(const std::unique_ptr<WorkerProcess> worker, WorkerProcess::Start(config, join));
+  IdleMemory memory;
   bool draining = false;
   while (true) {
-    metrics.Set(worker->load());
+    const WorkerLoad load = worker->load();
+    metrics.Set(load);
+    memory.Look(load.runs == 0, MonotonicNow());
     liveness.Beat(worker->standstill());
     if (const std::optional<absl::Status> exit = worker->Tick()) {
       Log("stopped");

@@ -57,6 +57,22 @@ class PoolTest(PoolTestCase):
         status = self.succeed("status", "--server", self.address)
         self.assertRegex(status, r"\nworker +state +ranks +first rank +host +backend\n(\w+ +ready +[12] +- +\S+ +cpu[^\n]*\n){3}\Z")
 
+    def test_an_idle_worker_gives_back_what_a_prompt_took(self):
+        worker, = self.workers("a")
+        status = pathlib.Path(f"/proc/{worker.process.pid}/status")
+
+        def mapped():
+            return int(re.search(r"VmSize:\s+(\d+) kB", status.read_text()).group(1)) << 10
+
+        self.prefill(self.tokens_file(16_000))
+        kept = mapped()  # the next prompt would use it again
+        self.wait_until(lambda: mapped() <= kept - (4 << 20))
+
+    def tokens_file(self, count):
+        path = self.tmp / f"{count}.ids"
+        path.write_text(" ".join(str(i * 31 % 100) for i in range(count)))
+        return path
+
     def test_an_encrypted_pool_gives_the_same_bits(self):
         self.leader.end()
         self.start_leader("pool.encrypt=true")
