@@ -361,7 +361,7 @@ class EmbeddedEngine::Run final : public Prefill {
     for (int rank = 0; rank < place_.ranks(); ++rank) {
       reads_head.push_back(ReadsHead(plan(), rank, tokens_ahead() == 0));
     }
-    weights_.emplace(models(), reads_head, &stop_);
+    weights_.emplace(models(), engine_.pool_.peers.get(), reads_head, &stop_);
     ranks_.emplace();
     ranks_->Start(
         place_.ranks(), [this](int rank) { return RunOne(rank); },

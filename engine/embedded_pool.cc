@@ -40,6 +40,17 @@ absl::StatusOr<std::vector<std::shared_ptr<Device>>> MakeByRank(
   return of_rank;
 }
 
+absl::StatusOr<std::unique_ptr<const PeerWeights>> LoadPeers(const EmbeddedPool& pool) {
+  std::vector<PeerWeights::Place> places;
+  for (size_t rank = 0; rank < pool.models.size(); ++rank) {  // neighbours share a device
+    const ModelTensors* const tensors = pool.models[rank]->tensors();
+    if (places.empty() || places.back().tensors != tensors) {
+      places.push_back({.tensors = tensors, .device = pool.devices[rank].get()});
+    }
+  }
+  return PeerWeights::Load(places);
+}
+
 absl::StatusOr<PoolSpeed> SpeedOf(const EngineOptions& options, const ModelShape& shape,
                                   const PoolDevices& hardware, DevicesByRank devices,
                                   const SpeedNotes& notes) {
@@ -117,8 +128,17 @@ absl::StatusOr<EmbeddedPool> LoadEmbeddedPool(const EngineOptions& options, cons
   }
   const ModelShape& shape = pool.models.front()->shape();
   RETURN_IF_ERROR(hardware.WarmUp(shape, pool.devices));
-  if (weights->plan.mode == WeightMode::kStreamed) {
-    RETURN_IF_ERROR(MeasureStream(options, hardware, *pool.models.front(), weights->plan));
+  const Model& model = *pool.models.front();
+  if (weights->plan.mode == WeightMode::kSharded && !hardware.in_host_memory()) {
+    ASSIGN_OR_RETURN(pool.peers, LoadPeers(pool));
+    for (int twice = 0; twice < 2; ++twice) {  // the first takes memory for its layers, and opens the ways
+      RETURN_IF_ERROR(MeasureStream(
+          options, hardware, model, [&] { return pool.peers->Open(*model.tensors(), 1, false, nullptr); },
+          weights->plan));
+    }
+  } else if (weights->plan.mode == WeightMode::kStreamed) {
+    RETURN_IF_ERROR(MeasureStream(
+        options, hardware, model, [&] { return model.OpenFeed(1, false, nullptr); }, weights->plan));
   }
   ASSIGN_OR_RETURN(pool.capacity, Capacity(options, shape, hardware, pool.devices, *weights,
                                            /*weights_to_come=*/0, notes));
@@ -140,13 +160,17 @@ absl::StatusOr<EmbeddedPoolCapacity> CapacityWithoutWeights(const EngineOptions&
   ASSIGN_OR_RETURN(const std::vector<std::shared_ptr<Device>> devices,
                    MakeByRank(*hardware, options.ranks, make));
   ASSIGN_OR_RETURN(ChosenWeights weights, ChooseWeights(options, shape, *hardware));
-  if (weights.plan.mode == WeightMode::kStreamed) {
+  const bool shared_by_devices = weights.plan.mode == WeightMode::kSharded && !hardware->in_host_memory();
+  if (shared_by_devices) {
+    RETURN_IF_ERROR(
+        MeasurePeerCopies(options, *hardware, shape, *devices.front(), *devices.back(), weights.plan));
+  } else if (weights.plan.mode == WeightMode::kStreamed) {
     RETURN_IF_ERROR(MeasurePacking(options, *hardware, shape, *devices.front(), weights.plan));
   }
   // Whether the devices' weights can be divided, asked for the LM head.
   const bool divides = devices.front()->FormOf(shape.vocab, shape.hidden, {}).ok();
   if (!divides) weights.shared.reset();
-  if (weights.plan.mode == WeightMode::kSharded) {
+  if (weights.plan.mode == WeightMode::kSharded && !shared_by_devices) {
     return Capacity(options, shape, *hardware, devices, weights, /*weights_to_come=*/0, WarnOnStandardError);
   }
   return Capacity(options, shape, *hardware, devices, weights, weights.plan.loaded_bytes,

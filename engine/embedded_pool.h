@@ -2,7 +2,7 @@
 // both were measured to do.
 //
 // The ranks are spread evenly over the devices of one platform, neighbours sharing one (4 ranks on 2 devices:
-// 0 0 1 1). Each device has one copy of the weights, each rank of a run a stream.
+// 0 0 1 1). Each device has one copy of the weights, or a share of them; each rank of a run a stream.
 #ifndef MESHFILL_ENGINE_EMBEDDED_POOL_H_
 #define MESHFILL_ENGINE_EMBEDDED_POOL_H_
 
@@ -17,6 +17,7 @@
 #include "engine/engine_options.h"
 #include "engine/model/model.h"
 #include "engine/plan/cost_model.h"
+#include "engine/run/peer_weights.h"
 #include "engine/speed/speed_notes.h"
 #include "engine/weight_choice.h"
 #include "kernels/device.h"
@@ -40,6 +41,7 @@ struct EmbeddedPool {
   std::vector<std::string> device_names;             // by rank
   std::vector<std::shared_ptr<const Model>> models;  // by rank; ranks of one device share theirs
   std::vector<std::shared_ptr<Device>> devices;      // by rank; ranks of one device share it
+  std::unique_ptr<const PeerWeights> peers;          // weights that the devices share; null: they do not
   EmbeddedPoolCapacity capacity;
   double peak_flops = 0;  // sum of the ranks' peak FLOP/s
 };

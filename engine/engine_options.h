@@ -22,7 +22,7 @@ struct EngineOptions {
   int ranks = 1;                // 1 to kMaxHostRanks
   std::string device = "auto";  // one of DeviceNames() (platforms.h), over whose devices the ranks are spread
   std::optional<DType> dtype;   // compute dtype, f32 or bf16; default: f32 for f32 weights, else bf16
-  // Default: resident on GPUs; on CPUs as AutoWeightMode says (weight_choice.h)
+  // Default: what fits (weight_choice.h).
   std::optional<WeightMode> weights;
   bool of_worker = false;  // the ranks are a worker's of a pool, which may share its weights
   bool may_share = false;  // a worker's weights that stream are shared in runs where that is faster

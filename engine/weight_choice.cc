@@ -40,17 +40,21 @@ void SetSeconds(const WeightBytes& bytes, double sample_bytes, const Instant& be
       weights.layer_seconds * static_cast<double>(bytes.head) / static_cast<double>(bytes.most_layer);
 }
 
+// Whether the devices of this process share weights, where those are sharded: else the workers of a pool do.
+bool DevicesShare(const PoolDevices& hardware) { return !hardware.in_host_memory(); }
+
 absl::Status CheckWeightMode(const EngineOptions& options, const PoolDevices& hardware) {
   if (options.weights != WeightMode::kSharded) return absl::OkStatus();
-  if (!hardware.in_host_memory()) {
+  if (DevicesShare(hardware)) {
+    if (hardware.count() > 1) return absl::OkStatus();
     return absl::InvalidArgumentError(
-        absl::StrCat("model.weights is sharded, and the ranks of ", hardware.DeviceName(0),
-                     " share no weights; set resident, streamed or auto, or choose the device cpu"));
+        absl::StrCat("model.weights is sharded, and this process has one ", hardware.DeviceName(0),
+                     ", which has nobody to share with; set resident, streamed or auto, or give it more"));
   }
   if (options.of_worker) return absl::OkStatus();
   return absl::InvalidArgumentError(
-      "model.weights is sharded, which is for the workers of a pool; the ranks of one process have one "
-      "copy of the weights together: set resident, streamed or auto");
+      "model.weights is sharded, which is for the workers of a pool and for GPUs; the ranks of one process "
+      "have one copy of the weights together: set resident, streamed or auto");
 }
 
 // The seconds of weights that workers share: of a thread that sends and receives as much as a layer.
@@ -69,10 +73,9 @@ void MeasureSharing(const EngineOptions& options, const WeightBytes& bytes, Plan
 
 }  // namespace
 
-WeightMode AutoWeightMode(int64_t resident_bytes, int64_t free_bytes, int64_t memory_budget_bytes) {
+bool LeaveRoom(int64_t weight_bytes, int64_t free_bytes, int64_t memory_budget_bytes) {
   const int64_t spare = memory_budget_bytes > 0 ? memory_budget_bytes : free_bytes / 5;
-  const bool leaves_room = resident_bytes <= std::max(free_bytes - spare, free_bytes / 10);
-  return free_bytes == 0 || leaves_room ? WeightMode::kResident : WeightMode::kStreamed;
+  return free_bytes == 0 || weight_bytes <= std::max(free_bytes - spare, free_bytes / 10);
 }
 
 absl::StatusOr<ChosenWeights> ChooseWeights(const EngineOptions& options, const ModelShape& shape,
@@ -88,33 +91,48 @@ absl::StatusOr<ChosenWeights> ChooseWeights(const EngineOptions& options, const 
   const PlanWeights streamed{.mode = WeightMode::kStreamed,
                              .loaded_bytes = copies * table,
                              .run_bytes = copies * kPartsAhead * bytes.most_layer + widened};
-  // A worker's share is not known before the pool is: the leader counts it.
+  const bool devices_share = DevicesShare(hardware) && copies > 1;
   PlanWeights sharded{.mode = WeightMode::kSharded,
                       .loaded_bytes = bytes.layers + bytes.head,
-                      .run_bytes = kPartsAhead * bytes.most_layer + widened,
-                      .layer_bytes = bytes.most_layer,
-                      .head_bytes = bytes.head};
+                      .run_bytes = kPartsAhead * bytes.most_layer + widened};
+  if (devices_share) {
+    sharded.loaded_bytes += copies * table;
+    sharded.run_bytes = streamed.run_bytes;
+  } else {  // a worker's share is not known before the pool is: the leader counts it
+    sharded.layer_bytes = bytes.most_layer;
+    sharded.head_bytes = bytes.head;
+  }
   ASSIGN_OR_RETURN(const int64_t free_of_each, hardware.FreeBytes());
   const int64_t free = copies * free_of_each;
   const auto fits = [free](int64_t needed) { return free == 0 || needed <= free; };
+  const auto leave_room = [&](const PlanWeights& weights) {
+    return LeaveRoom(weights.loaded_bytes, free, options.memory_budget_bytes);
+  };
   const WeightMode mode =
-      options.weights.value_or(AutoWeightMode(resident.loaded_bytes, free, options.memory_budget_bytes));
-  const bool may_share = options.may_share && mode == WeightMode::kStreamed;
-  if (may_share || mode == WeightMode::kSharded) MeasureSharing(options, bytes, sharded);
+      options.weights.value_or(leave_room(resident)                   ? WeightMode::kResident
+                               : devices_share && leave_room(sharded) ? WeightMode::kSharded
+                                                                      : WeightMode::kStreamed);
+  const bool may_share = options.may_share && mode == WeightMode::kStreamed && !DevicesShare(hardware);
+  if (may_share || (mode == WeightMode::kSharded && !devices_share)) {
+    MeasureSharing(options, bytes, sharded);
+  }
   const PlanWeights& chosen = mode == WeightMode::kResident   ? resident
                               : mode == WeightMode::kStreamed ? streamed
                                                               : sharded;
-  const auto needs = [](const PlanWeights& weights) {
-    return weights.run_bytes + (weights.mode == WeightMode::kSharded ? 0 : weights.loaded_bytes);
+  const auto needs = [&](const PlanWeights& weights) {
+    const bool counts_loaded = weights.mode != WeightMode::kSharded || devices_share;
+    return weights.run_bytes + (counts_loaded ? weights.loaded_bytes : 0);
   };
   if (fits(needs(chosen))) {
-    return ChosenWeights{
-        .plan = chosen,
-        .shared = may_share ? std::optional(sharded) : std::nullopt,
-        .modes = {{WeightMode::kResident, resident.loaded_bytes, fits(resident.loaded_bytes)},
-                  {WeightMode::kStreamed, needs(streamed), fits(needs(streamed))}}};
+    std::vector<WeightModeBytes> modes = {
+        {WeightMode::kResident, resident.loaded_bytes, fits(resident.loaded_bytes)}};
+    if (devices_share) modes.push_back({WeightMode::kSharded, needs(sharded), fits(needs(sharded))});
+    modes.push_back({WeightMode::kStreamed, needs(streamed), fits(needs(streamed))});
+    return ChosenWeights{.plan = chosen,
+                         .shared = may_share ? std::optional(sharded) : std::nullopt,
+                         .modes = std::move(modes)};
   }
-  const bool would_stream = mode == WeightMode::kResident && fits(needs(streamed));
+  const bool would_stream = mode != WeightMode::kStreamed && fits(needs(streamed));
   return absl::ResourceExhaustedError(absl::StrCat(
       hardware.in_host_memory() ? "" : absl::StrCat(hardware.DeviceName(0), ": "), "the weights need ",
       GibText(needs(chosen)), " of memory ", WeightModeName(mode), ", and ", GibText(free), " are free; ",
@@ -123,14 +141,28 @@ absl::StatusOr<ChosenWeights> ChooseWeights(const EngineOptions& options, const 
 }
 
 absl::Status MeasureStream(const EngineOptions& options, const PoolDevices& hardware, const Model& model,
-                           PlanWeights& weights) {
+                           const std::function<std::unique_ptr<WeightFeed>()>& open, PlanWeights& weights) {
   const DType packed = hardware.WeightDType(model.shape().dtype);
   const Instant begin;
-  const std::unique_ptr<WeightFeed> feed = model.OpenFeed(1, /*with_head=*/false, nullptr);
+  const std::unique_ptr<WeightFeed> feed = open();
   RETURN_IF_ERROR(feed->Take(0, 0, kFirstReadTimeout).status());
   const LayerShape first = LayerShapeOf(model.shape(), model.config().layers.front());
   SetSeconds(WeightBytesOf(model.shape(), packed), static_cast<double>(LayerMatrixBytes(first, packed)),
              begin, options, hardware.in_host_memory(), weights);
+  return absl::OkStatus();
+}
+
+absl::Status MeasurePeerCopies(const EngineOptions& options, const PoolDevices& hardware,
+                               const ModelShape& shape, Device& to, Device& from, PlanWeights& weights) {
+  constexpr size_t kSample = size_t{64} << 20;
+  BufferCopy copy;
+  ASSIGN_OR_RETURN(copy.from, from.Allocate(kSample));
+  ASSIGN_OR_RETURN(copy.to, to.Allocate(kSample));
+  RETURN_IF_ERROR(to.Copy({&copy, 1}));  // opens the way
+  const Instant begin;
+  RETURN_IF_ERROR(to.Copy({&copy, 1}));
+  SetSeconds(WeightBytesOf(shape, hardware.WeightDType(shape.dtype)), static_cast<double>(kSample), begin,
+             options, hardware.in_host_memory(), weights);
   return absl::OkStatus();
 }
 

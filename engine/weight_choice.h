@@ -3,6 +3,8 @@
 #define MESHFILL_ENGINE_WEIGHT_CHOICE_H_
 
 #include <cstdint>
+#include <functional>
+#include <memory>
 #include <optional>
 #include <vector>
 
@@ -27,15 +29,17 @@ struct ChosenWeights {
 absl::StatusOr<ChosenWeights> ChooseWeights(const EngineOptions& options, const ModelShape& shape,
                                             const PoolDevices& hardware);
 
-// The mode where nobody says one. Weights are resident where they leave a fifth of what is free, or the budget
-// that prefills were given, and where they are a tenth of what is free or less. `free_bytes` 0: not known.
-// `memory_budget_bytes` 0: none was given.
-WeightMode AutoWeightMode(int64_t resident_bytes, int64_t free_bytes, int64_t memory_budget_bytes);
+// Whether weights may take so much where nobody says how they are held: where they leave a fifth of what is
+// free, or the budget that prefills were given, and where they are a tenth of what is free or less.
+// `free_bytes` 0: not known. `memory_budget_bytes` 0: none was given.
+bool LeaveRoom(int64_t weight_bytes, int64_t free_bytes, int64_t memory_budget_bytes);
 
-// The seconds of weights that stream: of the first layer of a model, read as a run would, or of packing
-// alone, where there are no files.
+// The seconds of weights that stream, or that devices share: of the first layer of a model, taken from a feed
+// as a run would. Where there are no files: of packing alone, or of copies from one device to another.
 absl::Status MeasureStream(const EngineOptions& options, const PoolDevices& hardware, const Model& model,
-                           PlanWeights& weights);
+                           const std::function<std::unique_ptr<WeightFeed>()>& open, PlanWeights& weights);
+absl::Status MeasurePeerCopies(const EngineOptions& options, const PoolDevices& hardware,
+                               const ModelShape& shape, Device& to, Device& from, PlanWeights& weights);
 absl::Status MeasurePacking(const EngineOptions& options, const PoolDevices& hardware,
                             const ModelShape& shape, Device& device, PlanWeights& weights);
 

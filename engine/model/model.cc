@@ -96,15 +96,14 @@ absl::StatusOr<std::unique_ptr<Model>> Model::Load(
   Device& device = *place.device;
   ASSIGN_OR_RETURN(model->final_norm_, tensors->PlaceFinalNorm(device));
   model->embedding_ = std::make_unique<EmbeddingTable>(tensors->embedding(), shape.hidden);
-  if (place.mode == WeightMode::kStreamed) {
+  if (place.mode != WeightMode::kResident) {
     if (!place.in_host_memory) RETURN_IF_ERROR(model->embedding_->PlaceOn(device));
     model->embedding_->DropResidentPages();
-    model->streamed_ = std::make_unique<StreamedWeights>(std::move(tensors), device);
-    return model;
-  }
-  if (place.mode == WeightMode::kSharded) {
-    model->embedding_->DropResidentPages();
-    model->sharded_ = std::move(tensors);
+    if (place.mode == WeightMode::kStreamed) {
+      model->streamed_ = std::make_unique<StreamedWeights>(std::move(tensors), device);
+    } else {
+      model->sharded_ = std::move(tensors);
+    }
     return model;
   }
   for (int layer = 0; layer < shape.layers; ++layer) {

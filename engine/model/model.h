@@ -24,7 +24,7 @@ class EmbeddingTable;
 class ModelTensors;
 class StreamedWeights;
 
-// Where a model's weights go. To share them, the device's memory has to be the host's.
+// Where a model's weights go.
 struct WeightPlace {
   WeightPlace(Device* on, WeightMode as = WeightMode::kResident, bool in_host_memory = true)
       : device(on), mode(as), in_host_memory(in_host_memory) {}
@@ -59,8 +59,9 @@ class Model {
   // Opens a feed for `readers` ranks of one run. `with_head`: they also read the LM head. `stop` may be null,
   // and outlives the feed; so does the model.
   std::unique_ptr<WeightFeed> OpenFeed(int readers, bool with_head, const StopToken* stop) const;
-  // The tensors of weights that are not resident; else null. A feed of weights that workers share comes from
-  // what is made of these (engine/run/sharded_weights.h). Where weights are sharded, every feed does.
+  // The tensors of weights that are not resident; else null. A feed of weights that workers or devices share
+  // comes from what is made of these (engine/run/sharded_weights.h, peer_weights.h). Where weights are
+  // sharded, every feed does.
   const ModelTensors* tensors() const;
 
  private:

@@ -12,7 +12,8 @@
 //
 //                 so that two parts are in memory at most, however far apart the ranks are. A rank waits for
 //                 ranks behind it alone, which wait for nothing of it.
-//     sharded     the same, of parts that the thread gathers from all processes of the run
+//     sharded     the same, of parts that the thread gathers from all processes of the run, or from all
+//                 devices of this process
 #ifndef MESHFILL_ENGINE_MODEL_WEIGHT_FEED_H_
 #define MESHFILL_ENGINE_MODEL_WEIGHT_FEED_H_
 
@@ -41,7 +42,7 @@ struct WeightPart {
   std::unique_ptr<PackedWeight> head;  // [rows, hidden]; null: a layer
 };
 
-// One process's share of the weights: every part is divided among `of` processes.
+// One process's share of the weights, or one device's: every part is divided among `of` of them.
 struct WeightShare {
   int index = 0;
   int of = 0;  // 0: they are not shared

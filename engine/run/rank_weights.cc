@@ -4,7 +4,7 @@
 
 namespace meshfill {
 
-RankWeights::RankWeights(std::span<const std::shared_ptr<const Model>> models,
+RankWeights::RankWeights(std::span<const std::shared_ptr<const Model>> models, const PeerWeights* peers,
                          const std::vector<bool>& reads_head, const StopToken* stop) {
   for (size_t first = 0; first < reads_head.size();) {  // neighbours share a model
     const Model& model = *models[first];
@@ -14,7 +14,8 @@ RankWeights::RankWeights(std::span<const std::shared_ptr<const Model>> models,
       seats_.push_back({.feed = feeds_.size(), .reader = readers++});
       head = head || reads_head[first];
     }
-    feeds_.push_back(model.OpenFeed(readers, head, stop));
+    feeds_.push_back(peers == nullptr ? model.OpenFeed(readers, head, stop)
+                                      : peers->Open(*model.tensors(), readers, head, stop));
   }
 }
 

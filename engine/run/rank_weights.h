@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "engine/model/model.h"
+#include "engine/run/peer_weights.h"
 #include "engine/run/sharded_weights.h"
 #include "kernels/stop_token.h"
 
@@ -15,9 +16,10 @@ namespace meshfill {
 
 class RankWeights {
  public:
-  // `models` and `reads_head` by rank. Begins to read at once. Models and token outlive it.
-  RankWeights(std::span<const std::shared_ptr<const Model>> models, const std::vector<bool>& reads_head,
-              const StopToken* stop);
+  // `models` and `reads_head` by rank. `peers`: what the models' devices share; null: nothing. Begins to read
+  // at once. Models, peers and token outlive it.
+  RankWeights(std::span<const std::shared_ptr<const Model>> models, const PeerWeights* peers,
+              const std::vector<bool>& reads_head, const StopToken* stop);
   // The same of a model that is sharded, which all ranks share.
   RankWeights(ShardedWeights& weights, int ranks, Gathering gathering, const StopToken* stop);
 

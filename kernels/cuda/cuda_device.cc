@@ -10,6 +10,7 @@
 #include "absl/strings/str_cat.h"
 #include "kernels/cuda/cuda_lane.h"
 #include "kernels/cuda/cuda_stream.h"
+#include "kernels/cuda/cuda_weight.h"
 #include "kernels/cuda/gemm.h"
 #include "kernels/cuda/health.h"
 #include "kernels/cuda/launch_status.h"
@@ -63,17 +64,27 @@ class CudaDevice final : public Device {
 
   absl::StatusOr<std::unique_ptr<PackedWeight>> PackWeight(std::span<const WeightRows> rows,
                                                            int64_t in_features) override {
-    return Load([&](const CudaLane& lane) { return gemm_->Pack(rows, in_features, lane); });
+    return Load([&](const CudaLane& lane) -> absl::StatusOr<std::unique_ptr<PackedWeight>> {
+      return PackCudaWeight(rows, in_features, lane);
+    });
   }
 
-  absl::StatusOr<PackedForm> FormOf(int64_t, int64_t, const ElementKind&) override { return CannotDivide(); }
-  absl::StatusOr<BufferRef> PackPanels(std::span<const WeightRows>, int64_t, int64_t, int64_t) override {
-    return CannotDivide();
+  absl::StatusOr<PackedForm> FormOf(int64_t out_features, int64_t in_features,
+                                    const ElementKind& kind) override {
+    return CudaWeightForm(out_features, in_features, kind);
   }
-  absl::StatusOr<std::unique_ptr<PackedWeight>> WeightOf(int64_t, int64_t, const ElementKind&, BufferRef,
-                                                         std::vector<float>) override {
-    return CannotDivide();
+  absl::StatusOr<BufferRef> PackPanels(std::span<const WeightRows> rows, int64_t in_features, int64_t first,
+                                       int64_t panels) override {
+    return Load([&](const CudaLane& lane) { return PackCudaRows(rows, in_features, first, panels, lane); });
   }
+  absl::StatusOr<std::unique_ptr<PackedWeight>> WeightOf(int64_t out_features, int64_t in_features,
+                                                         const ElementKind& kind, BufferRef packed,
+                                                         std::vector<float> bias) override {
+    return Load([&](const CudaLane& lane) -> absl::StatusOr<std::unique_ptr<PackedWeight>> {
+      return CudaWeightOfRows(out_features, in_features, kind, packed, bias, lane);
+    });
+  }
+
   absl::StatusOr<std::unique_ptr<Stream>> NewStream(const StopToken* stop) override {
     ASSIGN_OR_RETURN(CudaLane lane, TakeLane());
     return std::make_unique<CudaStream>(*this, CudaStream::Shared{info_, *gemm_, health_}, stop,

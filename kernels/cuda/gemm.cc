@@ -155,11 +155,6 @@ class CublasGemm final : public CudaGemm {
   CublasGemm(const CublasLt& lt, cublasLtHandle_t handle) : lt_(lt), handle_(handle) {}
   ~CublasGemm() override { lt_.Destroy(handle_); }
 
-  absl::StatusOr<std::unique_ptr<PackedWeight>> Pack(std::span<const WeightRows> rows, int64_t in_features,
-                                                     const CudaLane& lane) override {
-    return PackCudaWeight(rows, in_features, lane);
-  }
-
   absl::Status Run(const GemmArgs& args, const CudaLane& lane) override {
     if (args.tokens == 0) return absl::OkStatus();
     const auto& weight = static_cast<const CudaWeight&>(*args.weight);

@@ -28,11 +28,7 @@ class CudaGemm {
   static absl::StatusOr<std::unique_ptr<CudaGemm>> Make();
   virtual ~CudaGemm() = default;
 
-  // Device::PackWeight, enqueued: a CudaWeight (cuda_weight.h). Of its biases the one in y's dtype is added.
-  virtual absl::StatusOr<std::unique_ptr<PackedWeight>> Pack(std::span<const WeightRows> rows,
-                                                             int64_t in_features, const CudaLane& lane) = 0;
-
-  // Stream::Gemm, for weights that Pack made: enqueued.
+  // Stream::Gemm, for a CudaWeight (cuda_weight.h): enqueued. Of its biases the one in y's dtype is added.
   virtual absl::Status Run(const GemmArgs& args, const CudaLane& lane) = 0;
 
   // One of Stream::ExpertMlp's products, likewise: by a kernel of ours (expert_gemm.cuh).

@@ -279,19 +279,18 @@ struct LayerKernels {
     for (uint32_t row = Machine::Block(); row < all_rows; row += Machine::Blocks()) {
       const uint32_t index = rows.Quotient(row), row_of_matrix = row - index * rows.value();
       const NarrowMatrix matrix = matrices[index];
-      const int64_t first_scale = int64_t{row_of_matrix} * matrix.scales_of_row;
-      const int64_t first = int64_t{row_of_matrix} * width;
+      const uint8_t* elements = matrix.rows + int64_t{row_of_matrix} * matrix.row_bytes;
+      const uint8_t* scales = elements + matrix.scales_at;
       for (uint32_t i = Machine::Thread() * kVector; i < width; i += kLayerThreads * kVector) {
-        const int64_t scale = first_scale + matrix.scale_columns.Quotient(i);
+        const uint32_t scale = matrix.scale_columns.Quotient(i);
         float values[kVector];
         if (matrix.fp4) {
-          LoadFp4(matrix.elements, first + i, values);
-          const float factor = E8M0ToFloat(static_cast<const uint8_t*>(matrix.scales)[scale]);
+          LoadFp4(elements, i, values);
+          const float factor = E8M0ToFloat(scales[scale]);
           for (float& value : values) value *= factor;
         } else {
-          const auto vector =
-              *reinterpret_cast<const ElementVector<uint8_t, kVector>*>(matrix.elements + first + i);
-          const float factor = static_cast<const float*>(matrix.scales)[scale];
+          const auto vector = *reinterpret_cast<const ElementVector<uint8_t, kVector>*>(elements + i);
+          const float factor = reinterpret_cast<const float*>(scales)[scale];
           for (int e = 0; e < kVector; ++e) values[e] = Fp8ToFloat(vector.at[e]) * factor;
         }
         StoreVector(values, to + int64_t{row} * width + i);
@@ -302,7 +301,7 @@ struct LayerKernels {
  private:
   // Element `first` and those behind it; of several, `first` is even.
   template <int kVector>
-  static MESHFILL_DEVICE void LoadFp4(const uint8_t* elements, int64_t first, float (&to)[kVector]) {
+  static MESHFILL_DEVICE void LoadFp4(const uint8_t* elements, uint32_t first, float (&to)[kVector]) {
     if constexpr (kVector == 1) {
       to[0] = Fp4ToFloat(static_cast<uint8_t>(elements[first / 2] >> first % 2 * 4));
     } else {

@@ -28,10 +28,10 @@ inline bool FitsVectors(const void* pointer, DType dtype, int elements,
 // True where eight elements at a time are widened to `to`, and share a scale.
 inline bool WidensVectors(std::span<const NarrowMatrix> matrices, int64_t width, const BFloat16* to) {
   if (!FitsVectors(to, DType::kBf16, 8, {width})) return false;
-  return std::all_of(matrices.begin(), matrices.end(), [](const NarrowMatrix& matrix) {
-    const uintptr_t bytes = matrix.fp4 ? 4 : 8;
-    return reinterpret_cast<uintptr_t>(matrix.elements) % bytes == 0 &&
-           (matrix.scales_of_row == 1 || matrix.scale_columns.value() % 8 == 0);
+  return std::all_of(matrices.begin(), matrices.end(), [width](const NarrowMatrix& matrix) {
+    const uint32_t bytes = matrix.fp4 ? 4 : 8, columns = matrix.scale_columns.value();
+    return reinterpret_cast<uintptr_t>(matrix.rows) % bytes == 0 && matrix.row_bytes % bytes == 0 &&
+           (columns >= width || columns % 8 == 0);
   });
 }
 

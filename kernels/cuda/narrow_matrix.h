@@ -8,12 +8,13 @@
 
 namespace meshfill {
 
-// The elements are in the rows of the file (WeightRows of kernels/device.h).
+// A row has its elements as the file has them (WeightRows of kernels/device.h), and its scales behind them:
+// f32 of FP8, E8M0 of MXFP4.
 struct NarrowMatrix {
-  const uint8_t* elements;
-  const void* scales;      // [rows, scales_of_row]: f32 of FP8, E8M0 of MXFP4
-  Divisor scale_columns;   // columns that share a scale
-  uint32_t scales_of_row;  // ⌈columns / scale_columns⌉
+  const uint8_t* rows;
+  uint32_t row_bytes;     // from one row to the next
+  uint32_t scales_at;     // from a row to its scales
+  Divisor scale_columns;  // columns that share a scale
   bool fp4;
 };
 

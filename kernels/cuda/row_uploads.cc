@@ -31,6 +31,17 @@ absl::Status Read(const WeightRows& rows, size_t row_bytes, int64_t first, int64
   return absl::OkStatus();
 }
 
+// Moves rows that lie one after the other, `count` of them, to where the form has them. The last goes first:
+// none is written over before it has been moved.
+void Spread(const UploadedRows& form, int64_t first, int64_t count, std::byte* rows) {
+  if (form.write_behind == nullptr) return;
+  for (int64_t row = count - 1; row >= 0; --row) {
+    std::byte* const to = rows + row * form.stride;
+    std::memmove(to, rows + row * form.bytes, form.bytes);
+    form.write_behind(first + row, to + form.bytes);
+  }
+}
+
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<CudaRowUploads>> CudaRowUploads::Make(int device, int threads) {
@@ -54,11 +65,11 @@ CudaRowUploads::~CudaRowUploads() {
   for (const Piece& piece : pieces_) (void)AwaitCopied(piece.copied.get());
 }
 
-absl::Status CudaRowUploads::Upload(const WeightRows& rows, int64_t first, int64_t count, size_t row_bytes,
-                                    std::byte* to, CudaQueue& queue) {
-  const auto rows_of_piece = static_cast<int64_t>(kPieceBytes / row_bytes);
+absl::Status CudaRowUploads::Upload(const WeightRows& rows, int64_t first, int64_t count,
+                                    const UploadedRows& form, std::byte* to, CudaQueue& queue) {
+  const auto rows_of_piece = static_cast<int64_t>(kPieceBytes / form.stride);
   if (rows_of_piece == 0) {
-    return absl::InvalidArgumentError(absl::StrCat("a weight's row has ", row_bytes,
+    return absl::InvalidArgumentError(absl::StrCat("a weight's row has ", form.stride,
                                                    " bytes, of which a GPU takes ", kPieceBytes,
                                                    "; choose the device cpu"));
   }
@@ -68,8 +79,9 @@ absl::Status CudaRowUploads::Upload(const WeightRows& rows, int64_t first, int64
   const auto copy = [&](int64_t done, Piece& piece) -> absl::Status {
     const int64_t of_piece = std::min(rows_of_piece, count - done);
     RETURN_IF_ERROR(AwaitCopied(piece.copied.get()));
-    RETURN_IF_ERROR(Read(rows, row_bytes, first + done, of_piece, piece.host.get()));
-    RETURN_IF_ERROR(queue.Upload(piece.host.get(), of_piece * row_bytes, to + done * row_bytes));
+    RETURN_IF_ERROR(Read(rows, form.bytes, first + done, of_piece, piece.host.get()));
+    Spread(form, first + done, of_piece, piece.host.get());
+    RETURN_IF_ERROR(queue.Upload(piece.host.get(), of_piece * form.stride, to + done * form.stride));
     ASSIGN_OR_RETURN(piece.copied, queue.Mark());
     return absl::OkStatus();
   };

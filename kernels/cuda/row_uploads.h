@@ -11,6 +11,8 @@
 #define MESHFILL_KERNELS_CUDA_ROW_UPLOADS_H_
 
 #include <cstddef>
+#include <cstdint>
+#include <functional>
 #include <memory>
 #include <vector>
 
@@ -23,6 +25,15 @@
 
 namespace meshfill {
 
+// How rows come to lie on the device.
+struct UploadedRows {
+  size_t bytes;   // a row's, as its source has them
+  size_t stride;  // from one row to the next, `bytes` or more
+  // Writes the stride − bytes bytes behind row `row` of the source. Several threads call it. Null: there are
+  // none.
+  std::function<void(int64_t row, std::byte* behind)> write_behind = nullptr;
+};
+
 // One thread at a time calls it.
 class CudaRowUploads {
  public:
@@ -34,11 +45,11 @@ class CudaRowUploads {
   CudaRowUploads(const CudaRowUploads&) = delete;
   CudaRowUploads& operator=(const CudaRowUploads&) = delete;
 
-  // Reads rows [first, first + count), and enqueues their copies: to `to`, [count, row_bytes], on the device.
-  // A source's error is this one's; then some rows may have been copied. INVALID_ARGUMENT: a row is longer
-  // than a piece.
-  absl::Status Upload(const WeightRows& rows, int64_t first, int64_t count, size_t row_bytes, std::byte* to,
-                      CudaQueue& queue);
+  // Reads rows [first, first + count), and enqueues their copies: to `to`, [count, stride], on the device. A
+  // source's error is this one's; then some rows may have been copied. INVALID_ARGUMENT: a row is longer than
+  // a piece.
+  absl::Status Upload(const WeightRows& rows, int64_t first, int64_t count, const UploadedRows& form,
+                      std::byte* to, CudaQueue& queue);
 
  private:
   struct Piece {

@@ -30,7 +30,37 @@ struct Held {
   PlanWeights weights;
   int64_t kept_bytes = 0;     // bytes on one GPU, whether something runs or not
   int64_t passing_bytes = 0;  // bytes on one GPU, for each run
+  const char* not_yet = "";   // why Meshfill does not do it so far
 };
+
+// Each layer divided among the GPUs of a node, if all nodes have as many and, where there are several, the
+// parts leave room; else among all GPUs.
+Held Shared(const WeightBytes& bytes, int64_t for_a_run, const GpuCluster& gpus, const PlanRequest& request) {
+  const PlanWeights one = {.mode = WeightMode::kSharded,
+                           .loaded_bytes = bytes.layers + bytes.head,
+                           .run_bytes = for_a_run,
+                           .layer_bytes = bytes.most_layer,
+                           .head_bytes = bytes.head};
+  const auto among = [&](int count) {
+    const std::vector<int> nodes(request.topology.node_of_seat.begin(),
+                                 request.topology.node_of_seat.begin() + count);
+    return SharedAmong(one, count, RingLink(request.topology, nodes));
+  };
+  const auto kept = [&](int count) { return ShareBytes(one, count) + bytes.embedding; };
+  const int ranks = request.ranks, of_node = std::min(ranks, gpus.cluster.gpus_per_node);
+  const bool has_room = ranks == of_node || kept(of_node) + for_a_run < gpus.memory_bytes;
+  const bool by_node = of_node > 1 && ranks % of_node == 0 && has_room;
+  const int count = by_node ? of_node : ranks;
+  Held held = {.weights = among(count), .kept_bytes = kept(count), .passing_bytes = for_a_run};
+  held.weights.loaded_bytes = ranks * held.kept_bytes;
+  held.weights.run_bytes = ranks * for_a_run;
+  if (by_node) {
+    held.weights.sent_bytes = held.weights.sent_head_bytes = 0;  // none leave a process
+  } else {
+    held.not_yet = "weights that several nodes share";
+  }
+  return held;
+}
 
 std::vector<Held> WaysToHold(const ModelShape& model, const GpuCluster& gpus, const PlanRequest& request) {
   const WeightBytes bytes = WeightBytesOf(model, DType::kBf16);
@@ -42,18 +72,7 @@ std::vector<Held> WaysToHold(const ModelShape& model, const GpuCluster& gpus, co
   ways.push_back({.weights = {.loaded_bytes = ranks * all, .run_bytes = ranks * widened},
                   .kept_bytes = all,
                   .passing_bytes = widened});
-  if (ranks > 1) {
-    std::vector<int> nodes(request.topology.node_of_seat.begin(),
-                           request.topology.node_of_seat.begin() + ranks);
-    const PlanWeights one = {.mode = WeightMode::kSharded,
-                             .loaded_bytes = bytes.layers + bytes.head,
-                             .run_bytes = for_a_run,
-                             .layer_bytes = bytes.most_layer,
-                             .head_bytes = bytes.head};
-    ways.push_back({.weights = SharedAmong(one, ranks, RingLink(request.topology, nodes)),
-                    .kept_bytes = ShareBytes(one, ranks),
-                    .passing_bytes = for_a_run});
-  }
+  if (ranks > 1) ways.push_back(Shared(bytes, for_a_run, gpus, request));
   if (gpus.host_bytes_per_second > 0) {
     const auto seconds = [&](int64_t moved) {
       return static_cast<double>(moved) / gpus.host_bytes_per_second;
@@ -81,6 +100,7 @@ absl::StatusOr<GpuPlan> PlanOnGpus(const ModelShape& model, const GpuCluster& gp
       absl::StrFormat("the weights do not fit %d GPU%s of %.1f GB", request.ranks,
                       request.ranks == 1 ? "" : "s", static_cast<double>(gpus.memory_bytes) / 1e9));
   std::optional<PlanChoice> best;
+  std::vector<std::string> not_yet;  // of the best
   std::vector<WeightModeBytes> modes;
   for (const Held& way : WaysToHold(model, gpus, request)) {
     WeightModeBytes& mode = modes.emplace_back(WeightModeBytes{
@@ -97,11 +117,12 @@ absl::StatusOr<GpuPlan> PlanOnGpus(const ModelShape& model, const GpuCluster& gp
       continue;
     }
     mode.seconds = choice->plan.predicted.seconds;
-    if (!best.has_value() || mode.seconds < best->plan.predicted.seconds) best = *std::move(choice);
+    if (best.has_value() && mode.seconds >= best->plan.predicted.seconds) continue;
+    best = *std::move(choice);
+    not_yet.clear();
+    if (*way.not_yet != '\0') not_yet.push_back(way.not_yet);
   }
   if (best.has_value()) {
-    std::vector<std::string> not_yet;
-    if (best->weights.mode == WeightMode::kSharded) not_yet.push_back("sharded weights");
     return GpuPlan{
         .choice = *std::move(best), .speed = speed, .modes = std::move(modes), .not_yet = std::move(not_yet)};
   }

@@ -1,8 +1,9 @@
 // Plans for GPUs that are not here: what a prompt would take on a cluster that a scenario describes, and how
 // the weights would fit.
 //
-// Each GPU is a rank, and a worker of its own. Rates are the scenario's, whatever is computed: products of
-// experts are taken to run as fast as others, and a block of attention to begin at once.
+// Each GPU is a rank, and a node a worker, or the one process of an embedded pool. Rates are the scenario's,
+// whatever is computed: products of experts are taken to run as fast as others, and a block of attention to
+// begin at once.
 #ifndef MESHFILL_SERVER_CLI_GPU_PLAN_H_
 #define MESHFILL_SERVER_CLI_GPU_PLAN_H_
 

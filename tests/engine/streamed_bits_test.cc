@@ -1,5 +1,5 @@
-// Weights that stream give the bits of weights that stay: for every family, at random shapes and dtypes, on
-// any ranks of any device.
+// Weights that stream, or that devices share, give the bits of weights that stay: for every family, at random
+// shapes and dtypes, on any ranks of any device.
 #include <gtest/gtest.h>
 
 #include <random>
@@ -61,7 +61,13 @@ std::unique_ptr<PrefillEngine> Load(const std::string& folder, int ranks, Weight
   return engine.ok() ? *std::move(engine) : nullptr;
 }
 
-TEST(StreamedBitsTest, StreamedWeightsGiveTheBitsOfResidentOnes) {
+// Devices share where there are several: GPUs alone.
+bool CanShare(int ranks) {
+  const auto devices = FindDevices(TestDevice(), {.ranks = ranks});
+  return TestsOnCuda() && devices.ok() && (*devices)->count() > 1;
+}
+
+TEST(StreamedBitsTest, WeightsThatDoNotStayGiveTheBitsOfThoseThatDo) {
   const uint64_t seed = TestSeed();
   std::mt19937_64 random(seed);
   for (const Family* family : Families()) {
@@ -73,22 +79,29 @@ TEST(StreamedBitsTest, StreamedWeightsGiveTheBitsOfResidentOnes) {
       ASSERT_TRUE(made.ok()) << made;
       const int ranks = Draw(random, 1, 4);
       const auto resident = Load(folder.path(), ranks, WeightMode::kResident);
-      const auto streamed = Load(folder.path(), ranks, WeightMode::kStreamed);
-      ASSERT_TRUE(resident != nullptr && streamed != nullptr);
+      ASSERT_NE(resident, nullptr);
+      std::vector<std::unique_ptr<PrefillEngine>> others;
+      others.push_back(Load(folder.path(), ranks, WeightMode::kStreamed));
+      if (CanShare(ranks)) others.push_back(Load(folder.path(), ranks, WeightMode::kSharded));
       for (int prompts = 0; prompts < 2; ++prompts) {
         std::vector<uint32_t> prompt(Draw<size_t>(random, 1, 300));
         for (uint32_t& id : prompt) id = static_cast<uint32_t>(random() % options.vocab);
         const auto expected = PrefillKeepingKv(*resident, prompt);
-        const auto actual = PrefillKeepingKv(*streamed, prompt);
-        ASSERT_TRUE(expected.ok() && actual.ok()) << expected.status() << actual.status();
-        EXPECT_EQ(actual->plan.DebugString(), expected->plan.DebugString());
-        EXPECT_EQ(actual->logits, expected->logits);
-        ASSERT_EQ(actual->kv.layers.size(), expected->kv.layers.size());
-        for (size_t layer = 0; layer < expected->kv.layers.size(); ++layer) {
-          EXPECT_EQ(actual->kv.layers[layer].k, expected->kv.layers[layer].k) << layer;
-          EXPECT_EQ(actual->kv.layers[layer].v, expected->kv.layers[layer].v) << layer;
+        ASSERT_TRUE(expected.ok()) << expected.status();
+        for (const auto& other : others) {
+          ASSERT_NE(other, nullptr);
+          const auto actual = PrefillKeepingKv(*other, prompt);
+          ASSERT_TRUE(actual.ok()) << actual.status();
+          SCOPED_TRACE(WeightModeName(other->MakePlan(std::ssize(prompt), {})->weights.mode));
+          EXPECT_EQ(actual->plan.DebugString(), expected->plan.DebugString());
+          EXPECT_EQ(actual->logits, expected->logits);
+          ASSERT_EQ(actual->kv.layers.size(), expected->kv.layers.size());
+          for (size_t layer = 0; layer < expected->kv.layers.size(); ++layer) {
+            EXPECT_EQ(actual->kv.layers[layer].k, expected->kv.layers[layer].k) << layer;
+            EXPECT_EQ(actual->kv.layers[layer].v, expected->kv.layers[layer].v) << layer;
+          }
+          if (HasFailure()) return;
         }
-        if (HasFailure()) return;
       }
     }
   }

@@ -180,7 +180,7 @@ TEST_F(StreamedEngineTest, AnEmbeddedPoolSharesNoWeights) {
 
 TEST(WeightModesTest, AutoStreamsWhatLeavesNoRoom) {
   const auto resident = [](int64_t bytes, int64_t free, int64_t budget) {
-    return AutoWeightMode(bytes, free, budget) == WeightMode::kResident;
+    return LeaveRoom(bytes, free, budget);
   };
   EXPECT_TRUE(resident(80, 100, 0));
   EXPECT_FALSE(resident(81, 100, 0));

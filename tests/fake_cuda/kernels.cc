@@ -178,15 +178,17 @@ absl::Status LaunchWiden(const WidenArgs& args, CUstream_st* stream) {
         BFloat16* const y = At(to);
         for (int64_t m = 0; m < count; ++m) {
           const NarrowMatrix matrix = At(on_device)[m];
-          const uint8_t* const elements = At(matrix.elements);
-          const void* const scales = At(matrix.scales);
-          for (int64_t i = 0; i < rows * width; ++i) {
-            const int64_t scale = i / width * matrix.scales_of_row + i % width / matrix.scale_columns.value();
-            const float value = matrix.fp4
-                                    ? Fp4ToFloat(static_cast<uint8_t>(elements[i / 2] >> i % 2 * 4)) *
-                                          E8M0ToFloat(static_cast<const uint8_t*>(scales)[scale])
-                                    : Fp8ToFloat(elements[i]) * static_cast<const float*>(scales)[scale];
-            y[m * rows * width + i] = BFloat16::FromFloat(value);
+          for (int64_t row = 0; row < rows; ++row) {
+            const uint8_t* const elements = At(matrix.rows) + row * matrix.row_bytes;
+            const uint8_t* const scales = elements + matrix.scales_at;
+            for (int64_t i = 0; i < width; ++i) {
+              const int64_t scale = i / matrix.scale_columns.value();
+              const float value =
+                  matrix.fp4 ? Fp4ToFloat(static_cast<uint8_t>(elements[i / 2] >> i % 2 * 4)) *
+                                   E8M0ToFloat(scales[scale])
+                             : Fp8ToFloat(elements[i]) * reinterpret_cast<const float*>(scales)[scale];
+              y[(m * rows + row) * width + i] = BFloat16::FromFloat(value);
+            }
           }
         }
         return absl::OkStatus();

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <functional>
 #include <limits>
 #include <string>
@@ -330,38 +331,46 @@ TEST_F(CudaLayerKernelsTest, Widen) {
     const auto rows = static_cast<uint32_t>(Draw(1, 9)), count = static_cast<uint32_t>(Draw(1, 4));
     Tensor got(DType::kBf16, int64_t{count} * rows * width), expected = got;
     std::vector<NarrowMatrix> matrices;
-    std::vector<std::vector<uint8_t>> elements, exponents;
-    std::vector<Tensor> scales;
+    std::vector<std::vector<uint8_t>> all_rows;
     for (uint32_t m = 0; m < count; ++m) {
       const bool has_fp4 = fp4 && Draw(0, 1) == 1;
       const auto columns = static_cast<uint32_t>(has_fp4 ? kMxBlock
                                                  : fits  ? 8 * Draw(1, 20)
                                                          : Draw(1, width));
       const uint32_t scales_of_row = (width + columns - 1) / columns;
-      elements.emplace_back(rows * width);
-      for (uint8_t& byte : elements.back()) {
-        do byte = static_cast<uint8_t>(Draw(0, 255));
-        while (!has_fp4 && (byte & 0x7f) == 0x7f);  // NaN
+      const uint32_t element_bytes = has_fp4 ? width / 2 : width;
+      const uint32_t scales_at =
+          (element_bytes + 3) / 4 * 4 + 4 * static_cast<uint32_t>(Draw(0, 2));  // some gap
+      const uint32_t row_bytes = scales_at + 4 * (scales_of_row + static_cast<uint32_t>(Draw(0, 2)));
+      std::vector<uint8_t>& bytes = all_rows.emplace_back(rows * row_bytes);
+      const Tensor scales = Tensor::Normal(random_, DType::kF32, rows * scales_of_row);
+      for (uint32_t row = 0; row < rows; ++row) {
+        uint8_t* const elements = bytes.data() + row * row_bytes;
+        for (uint32_t i = 0; i < element_bytes; ++i) {
+          do elements[i] = static_cast<uint8_t>(Draw(0, 255));
+          while (!has_fp4 && (elements[i] & 0x7f) == 0x7f);  // NaN
+        }
+        for (uint32_t scale = 0; scale < scales_of_row; ++scale) {
+          const float factor = scales.At(row * scales_of_row + scale);
+          if (has_fp4) {
+            elements[scales_at + scale] = static_cast<uint8_t>(Draw(0, 254));
+          } else {
+            std::memcpy(elements + scales_at + scale * sizeof(float), &factor, sizeof(float));
+          }
+        }
+        for (uint32_t i = 0; i < width; ++i) {
+          const uint32_t scale = i / columns;
+          const float value = has_fp4 ? Fp4ToFloat(static_cast<uint8_t>(elements[i / 2] >> i % 2 * 4)) *
+                                            std::ldexp(1.0f, elements[scales_at + scale] - 127)
+                                      : Fp8ToFloat(elements[i]) * scales.At(row * scales_of_row + scale);
+          expected.Set((int64_t{m} * rows + row) * width + i, value);
+        }
       }
-      exponents.emplace_back(rows * scales_of_row);
-      for (uint8_t& exponent : exponents.back()) exponent = static_cast<uint8_t>(Draw(0, 254));
-      scales.push_back(Tensor::Normal(random_, DType::kF32, rows * scales_of_row));
-      for (uint32_t i = 0; i < rows * width; ++i) {
-        const uint32_t scale = i / width * scales_of_row + i % width / columns;
-        const float value = has_fp4 ? Fp4ToFloat(static_cast<uint8_t>(elements[m][i / 2] >> i % 2 * 4)) *
-                                          std::ldexp(1.0f, exponents[m][scale] - 127)
-                                    : Fp8ToFloat(elements[m][i]) * scales[m].At(scale);
-        expected.Set(int64_t{m} * rows * width + i, value);
-      }
-      matrices.push_back(
-          {.elements = elements[m].data(),
-           .scales = has_fp4 ? static_cast<const void*>(exponents[m].data()) : scales[m].data(),
-           .scale_columns = Divisor(columns),
-           .scales_of_row = scales_of_row,
-           .fp4 = has_fp4});
-    }
-    for (uint32_t m = 0; m < count; ++m) {  // tensors move while others are added
-      if (!matrices[m].fp4) matrices[m].scales = scales[m].data();
+      matrices.push_back({.rows = bytes.data(),
+                          .row_bytes = row_bytes,
+                          .scales_at = scales_at,
+                          .scale_columns = Divisor(columns),
+                          .fp4 = has_fp4});
     }
     auto* const to = got.data<BFloat16>();
     const auto kernel = WidensVectors(matrices, width, to) ? Kernels::Widen<8> : Kernels::Widen<1>;
@@ -373,9 +382,9 @@ TEST_F(CudaLayerKernelsTest, Widen) {
 TEST(WidensVectors, WantsAlignmentAndOneScaleForEight) {
   alignas(16) uint8_t bytes[64] = {};
   BFloat16* const to = reinterpret_cast<BFloat16*>(bytes);
-  const auto widens = [&](int64_t offset, uint32_t scale_columns, int64_t width, bool fp4 = false) {
-    const auto scales = static_cast<uint32_t>((width + scale_columns - 1) / scale_columns);
-    const NarrowMatrix matrix = {bytes + offset, nullptr, Divisor(scale_columns), scales, fp4};
+  const auto widens = [&](int64_t offset, uint32_t scale_columns, int64_t width, bool fp4 = false,
+                          uint32_t row_bytes = 16) {
+    const NarrowMatrix matrix = {bytes + offset, row_bytes, 0, Divisor(scale_columns), fp4};
     return WidensVectors({&matrix, 1}, width, to);
   };
   EXPECT_TRUE(widens(8, 128, 256));
@@ -384,6 +393,8 @@ TEST(WidensVectors, WantsAlignmentAndOneScaleForEight) {
   EXPECT_FALSE(widens(4, 128, 256));
   EXPECT_TRUE(widens(4, 32, 256, /*fp4=*/true));
   EXPECT_FALSE(widens(8, 128, 252));
+  EXPECT_FALSE(widens(8, 128, 256, /*fp4=*/false, /*row_bytes=*/12));
+  EXPECT_TRUE(widens(8, 32, 256, /*fp4=*/true, /*row_bytes=*/12));
 }
 
 }  // namespace

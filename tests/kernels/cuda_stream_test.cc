@@ -211,6 +211,92 @@ TEST_F(CudaStreamNarrowTest, Mxfp4) {
   });
 }
 
+// Packed some rows at a time on several devices, and copied to one: what that one packs itself.
+class CudaStreamPartsTest : public CudaStreamTest {
+ protected:
+  void ExpectTheBitsOfTheWhole(std::mt19937_64& random, std::span<const WeightRows> rows, int64_t in_features,
+                               const ElementKind& kind) {
+    int64_t out_features = 0;
+    std::vector<float> bias;
+    for (const WeightRows& source : rows) {
+      out_features += source.rows;
+      if (source.bias != nullptr) bias.insert(bias.end(), source.bias, source.bias + source.rows);
+    }
+    const std::vector<std::unique_ptr<Device>> peers = [] {
+      std::vector<std::unique_ptr<Device>> made;
+      for (size_t i = 0; i < 2; ++i) made.push_back(MakeDevice(i));
+      return made;
+    }();
+    const auto form = device_->FormOf(out_features, in_features, kind);
+    ASSERT_TRUE(form.ok()) << form.status();
+    EXPECT_EQ(form->layout, peers[1]->FormOf(out_features, in_features, kind)->layout);
+    EXPECT_NE(form->layout, device_->FormOf(out_features, in_features + 64, kind)->layout);
+    EXPECT_EQ(form->ByteOf(form->panels()), form->bytes);
+    const auto bytes = device_->Allocate(static_cast<size_t>(form->bytes));
+    ASSERT_TRUE(bytes.ok()) << bytes.status();
+    std::vector<BufferCopy> copies;
+    for (int64_t panel = 0; panel < form->panels();) {
+      const int64_t panels = Draw(random, 1, form->panels() - panel);
+      const auto part = peers[panel % 2]->PackPanels(rows, in_features, panel, panels);
+      ASSERT_TRUE(part.ok()) << part.status();
+      ASSERT_EQ(static_cast<int64_t>((*part)->size_bytes()),
+                form->ByteOf(panel + panels) - form->ByteOf(panel));
+      const auto at = static_cast<size_t>(form->ByteOf(panel));
+      copies.push_back({.from = *part, .to = PartOf(*bytes, at, (*part)->size_bytes())});
+      panel += panels;
+    }
+    ASSERT_OK(device_->Copy(copies));
+    copies.clear();
+    const auto whole = device_->PackWeight(rows, in_features);
+    const auto assembled = device_->WeightOf(out_features, in_features, kind, *bytes, bias);
+    ASSERT_TRUE(whole.ok() && assembled.ok()) << whole.status() << assembled.status();
+    OnDevice x = Copy(Tensor::Normal(random, DType::kBf16, 9 * in_features));
+    std::vector<Tensor> products;
+    for (const PackedWeight* weight : {whole->get(), assembled->get()}) {
+      OnDevice y = Copy(Tensor(DType::kF32, 9 * out_features));
+      ASSERT_OK(stream_->Gemm(
+          {.weight = weight, .x = x.data(), .tokens = 9, .y = y.data(), .y_dtype = DType::kF32}));
+      products.push_back(y.Read());
+    }
+    EXPECT_TRUE(products[0].SameBits(products[1]));
+    const auto more = device_->Allocate(static_cast<size_t>(form->bytes) + 16);
+    ASSERT_TRUE(more.ok()) << more.status();
+    EXPECT_TRUE(absl::IsInternal(device_->WeightOf(out_features, in_features, kind, *more, {}).status()));
+    EXPECT_FALSE(device_->lost());
+  }
+};
+
+TEST_F(CudaStreamPartsTest, Wide) {
+  ForRandomDraws(6, [&](std::mt19937_64& random) {
+    const int64_t in = 8 * Draw(random, 1, 40), first_rows = 8 * Draw(random, 1, 30), more_rows = 8 * 3;
+    const Tensor first =
+        Tensor::Normal(random, Draw(random, 0, 1) == 1 ? DType::kBf16 : DType::kF16, first_rows * in);
+    const Tensor more = Tensor::Normal(random, DType::kF32, more_rows * in);
+    const Tensor bias = RandomBias(random, first_rows + more_rows);
+    const bool biased = Draw(random, 0, 1) == 1;
+    const WeightRows rows[] = {{.data = first.data(),
+                                .dtype = first.dtype(),
+                                .rows = first_rows,
+                                .bias = biased ? bias.data<float>() : nullptr},
+                               {.data = more.data(),
+                                .dtype = more.dtype(),
+                                .rows = more_rows,
+                                .bias = biased ? bias.data<float>() + first_rows : nullptr}};
+    ExpectTheBitsOfTheWhole(random, rows, in, {});
+  });
+}
+
+TEST_F(CudaStreamPartsTest, Narrow) {
+  ForRandomDraws(6, [&](std::mt19937_64& random) {
+    const Fp8Layer fp8(random, 8 * Draw(random, 1, 70), 150, 3, /*granule=*/8);
+    ExpectTheBitsOfTheWhole(random, fp8.rows, fp8.in_features,
+                            {.dtype = DType::kF8E4M3, .scale_columns = fp8.rows.front().scale_columns});
+    const Fp4Layer fp4(random, Draw(random, 1, 20), 150, /*granule=*/8);
+    ExpectTheBitsOfTheWhole(random, fp4.rows, fp4.in_features,
+                            {.dtype = DType::kF4E2M1, .scale_columns = kMxBlock});
+  });
+}
+
 // Longer than what is uploaded at a time, of every dtype, and of f32 longer than what is rounded at a time; a
 // source that fails says so, and the next is right.
 TEST_F(CudaStreamTest, RowsThatAreReadGiveTheBitsOfThoseInMemory) {

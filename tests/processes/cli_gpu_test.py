@@ -48,6 +48,29 @@ class CliGpuTest(PoolTestCase):
             answer = self.prefill(self.prompt, "--tile", "1x2")
             self.assertEqual(answer["top"], embedded["top"])
 
+    def test_two_gpus_share_weights(self):
+        shared = ("--set", "model.dtype=bf16", "--set", "pool.embedded.device=cuda", "--set", "pool.embedded.ranks=2")
+        answers = [json.loads(self.succeed("prefill", "--config", self.config, *shared, "--set", f"model.weights={weights}",
+                                           "--tile", "1x2", "--tokens", self.prompt, "--json"))
+                   for weights in ("resident", "sharded")]
+        self.assertEqual(*(answer["top"] for answer in answers))
+        config = self.tmp / "shared.yaml"
+        config.write_text(f"model: {{path: {self.model}, dtype: bf16, weights: sharded}}\n"
+                          "pool: {embedded: {device: cuda, ranks: 2}}\n")
+        plan = json.loads(self.succeed("plan", "--config", config, "--tokens", 1000, "--json"))
+        self.assertEqual(plan["weights"]["mode"], "sharded")
+        self.assertEqual([mode["mode"] for mode in plan["weights"]["modes"]], ["resident", "sharded", "streamed"])
+        bench = json.loads(self.succeed("bench", "weights", "--config", config, "--shared", "--tokens", 300, "--rounds", 1,
+                                        "--json"))
+        self.assertEqual({"resident", "sharded", "sharded_over_resident"}, set(bench) - {"tokens", "rounds"})
+        self.assertIn("Fake GPU, which has nobody to share with", self.refuse(
+            "serve", "--config", config, "--set", "pool.embedded.ranks=1"))
+
+    def refuse(self, *arguments):
+        done = run(*arguments)
+        self.assertEqual(done.returncode, 2)
+        return done.stderr.decode()
+
     def test_a_margin_that_leaves_nothing_to_attention_is_refused(self):
         worker = self.worker_that_ends("pool.worker.device=cuda", "pool.worker.attention_sm_margin=64")
         self.assertRegex(worker.stderr.decode(), r"\Ameshfill worker: GPU 0 .* pool\.worker\.attention_sm_margin\n\Z")

@@ -144,10 +144,10 @@ class LocalPool {
 class BenchWeightsCommand : public Command {
  public:
   explicit BenchWeightsCommand(CLI::App& parent)
-      : Command(parent.add_subcommand(
-            "weights",
-            "Prompts with weights that are streamed, or shared by workers, beside the same with weights that "
-            "stay")) {
+      : Command(parent.add_subcommand("weights",
+                                      "Prompts with weights that are streamed, or shared by workers or GPUs, "
+                                      "beside the same with weights that "
+                                      "stay")) {
     config_.AddTo(*app_)->required();
     AddCount(*app_, "--tokens", tokens_, "Tokens of a prompt");
     AddCount(*app_, "--rounds", rounds_, "Prompts of each");
@@ -155,10 +155,13 @@ class BenchWeightsCommand : public Command {
                      "Compare sharded with resident instead, in a pool of so many workers in this process")
         ->type_name("N")
         ->check(CLI::Range(2, kMaxHostRanks));
+    app_->add_flag("--shared", shared_, "Compare sharded with resident instead, on the GPUs of this process")
+        ->excludes("--workers");
     app_->add_flag("--cold", cold_,
                    "Stream from files that are not in the page cache, and compare with what takes longer: to "
                    "compute, or to read the files from the disk")
-        ->excludes("--workers");
+        ->excludes("--workers")
+        ->excludes("--shared");
     app_->add_option("--seed", seed_, "Of the tokens")->capture_default_str();
     AddJsonFlag(*app_, json_);
   }
@@ -167,7 +170,7 @@ class BenchWeightsCommand : public Command {
   absl::Status Run() override {
     ASSIGN_OR_RETURN(const v1::Config config, config_.Load());
     RETURN_IF_ERROR(config_.CheckModelPath(config));
-    if (workers_ > 0) modes_[1] = WeightMode::kSharded;
+    if (workers_ > 0 || shared_) modes_[1] = WeightMode::kSharded;
     for (int round = 0; round < rounds_; ++round) {
       for (size_t turn = 0; turn < modes_.size(); ++turn) {
         const size_t mode = (turn + static_cast<size_t>(round)) % modes_.size();
@@ -275,6 +278,7 @@ class BenchWeightsCommand : public Command {
   bool json_ = false;
   int workers_ = 0;  // 0: an embedded pool
   bool cold_ = false;
+  bool shared_ = false;
   std::array<WeightMode, 2> modes_ = {WeightMode::kResident, WeightMode::kStreamed};
   std::array<Measured, 2> measured_;  // by mode
   MeasuredDisk disk_;

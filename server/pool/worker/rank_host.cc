@@ -48,7 +48,8 @@ class RankHost::ActiveRun {
   // A leader that counts on other weights than these has been told so by another worker.
   absl::Status CheckWeights() const {
     const WeightMode mode = host_.pool_.models.front()->weight_mode();
-    const bool can = SharesWeights() ? host_.sharded_ != nullptr : mode != WeightMode::kSharded;
+    const bool alone = mode != WeightMode::kSharded || host_.pool_.peers != nullptr;
+    const bool can = SharesWeights() ? host_.sharded_ != nullptr : alone;
     if (can) return absl::OkStatus();
     return absl::InternalError(absl::StrCat("the run's workers ", SharesWeights() ? "share" : "do not share",
                                             " their weights, and this one's are ", WeightModeName(mode)));
@@ -223,7 +224,7 @@ class RankHost::ActiveRun {
   // Begins to read or gather. The ranks measure their links first, where they do.
   void OpenWeights(const std::vector<bool>& reads_head) {
     if (!SharesWeights()) {
-      weights_.emplace(host_.pool_.models, reads_head, &stop_);
+      weights_.emplace(host_.pool_.models, host_.pool_.peers.get(), reads_head, &stop_);
       return;
     }
     const size_t ranks = std::min(addresses_.size(), static_cast<size_t>(part_.plan.ranks()));
@@ -354,7 +355,7 @@ absl::StatusOr<std::unique_ptr<RankHost>> RankHost::Load(const Options& options,
   ASSIGN_OR_RETURN(auto identified, IdentifyModel(options.model_path, pool.models.front()->shape().dtype));
   const int64_t kv_budget_bytes = KvBudgetBytes(pool, options.kv_memory_bytes, options.kv_host_memory_bytes);
   std::unique_ptr<ShardedWeights> sharded;
-  const bool must_share = pool.capacity.weights.mode == WeightMode::kSharded;
+  const bool must_share = pool.capacity.weights.mode == WeightMode::kSharded && pool.peers == nullptr;
   if (must_share || pool.capacity.shared_weights.has_value()) {
     auto made = ShardedWeights::Make(*pool.models.front()->tensors(), *pool.devices.front());
     if (!made.ok() && (must_share || !absl::IsUnimplemented(made.status()))) return made.status();
@@ -396,7 +397,10 @@ void RankHost::Describe(v1::Join& offer) const {
   offer.set_peak_flops(pool_.peak_flops);
   *offer.mutable_model() = model_id_;
   *offer.mutable_speed() = ToProto(pool_.capacity.speed);
-  *offer.mutable_weights() = ToProto(pool_.capacity.weights);
+  PlanWeights weights = pool_.capacity.weights;
+  // Its devices have them together. For the others they come to it as weights do that stream.
+  if (pool_.peers != nullptr) weights.mode = WeightMode::kStreamed;
+  *offer.mutable_weights() = ToProto(weights);
   if (pool_.capacity.shared_weights.has_value()) {
     *offer.mutable_shared_weights() = ToProto(*pool_.capacity.shared_weights);
   }

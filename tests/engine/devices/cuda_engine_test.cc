@@ -125,7 +125,8 @@ TEST_F(CudaEngineTest, RefusesWhatItsKernelsDoNotCompute) {
   options = Options(1);
   options.weights = WeightMode::kSharded;
   status = LoadStatus(options);
-  EXPECT_TRUE(absl::IsInvalidArgument(status) && Says(status, "share no weights") && Says(status, "streamed"))
+  EXPECT_TRUE(absl::IsInvalidArgument(status) && Says(status, "nobody to share with") &&
+              Says(status, "streamed"))
       << status;
 }
 
@@ -245,11 +246,94 @@ TEST_F(CudaEngineTest, StreamsWeightsWithinWhatThePlanSays) {
   }
 }
 
+// Of a model that leaves no room resident, two devices keep a half each, and a run has two layers on each.
+// With less room they stream; with more nobody shares.
+TEST_F(CudaEngineTest, DevicesShareWeightsWithinWhatThePlanSays) {
+  FakeCuda::set_devices(2);
+  const std::string folder = testing::TempDir() + "/cuda_engine_shares";
+  std::filesystem::remove_all(folder);
+  ASSERT_TRUE(MakeModel({.layers = 48,
+                         .hidden = 256,
+                         .intermediate = 1024,
+                         .q_heads = 4,
+                         .kv_heads = 2,
+                         .head_dim = 64,
+                         .vocab = 1000,
+                         .context_tokens = 1 << 16,
+                         .dtype = DType::kBf16},
+                        folder)
+                  .ok());
+  const int64_t layer = 2 * (256 * (256 + 2 * 128) + 256 * 256 + 3 * 256 * 1024), table = 2 * 1000 * 256;
+  const int64_t all = 48 * layer + table;  // with the LM head
+  constexpr int64_t kFree = 2 * (int64_t{300} << 20);
+  FakeCuda::set_memory_bytes(kFree / 2);
+  const auto load = [&](int ranks, int64_t room) {  // for weights
+    EngineOptions options = Options(ranks);
+    options.model_path = folder;
+    options.stripe = 16;
+    options.memory_budget_bytes = kFree - room;
+    auto engine = LoadEmbeddedEngine(options);
+    EXPECT_TRUE(engine.ok()) << engine.status();
+    return engine.ok() ? *std::move(engine) : nullptr;
+  };
+  for (const int ranks : {2, 4}) {
+    const int64_t empty = FakeCuda::bytes_in_use();
+    const auto engine = load(ranks, all + 2 * table);
+    ASSERT_NE(engine, nullptr);
+    const auto choice = engine->MakePlan(64, {});
+    ASSERT_TRUE(choice.ok()) << choice.status();
+    EXPECT_EQ(choice->weights.mode, WeightMode::kSharded);
+    EXPECT_EQ(choice->weights.loaded_bytes, all + 2 * table);
+    EXPECT_EQ(choice->weights.run_bytes, 2 * 2 * layer);
+    EXPECT_EQ(choice->weights.layer_busy_seconds, 0);
+    EXPECT_GT(choice->plan.predicted.weight_seconds, 0);
+    const std::vector<uint32_t> prompt(64, 7);
+    ASSERT_TRUE(RunPrefill(*engine, {prompt, {}}).ok());  // takes what runs keep for the next
+    const int64_t before = FakeCuda::bytes_in_use();
+    EXPECT_GE(before - empty, all + 2 * table);
+    FakeCuda::TakeMostBytes();
+    const auto result = RunPrefill(*engine, {prompt, {}});
+    ASSERT_TRUE(result.ok()) << result.status();
+    const int64_t most = FakeCuda::TakeMostBytes() - before;
+    EXPECT_LE(most, choice->plan.predicted.run_bytes * 11 / 10);
+    EXPECT_GE(most, 2 * 2 * layer);
+    EXPECT_EQ(FakeCuda::bytes_in_use(), before);
+    EXPECT_GT(result->ranks[1].wait_seconds[Traffic::kGather], 0);
+  }
+  const auto mode_with = [&](int64_t room) {
+    const auto engine = load(2, room);
+    return engine == nullptr ? WeightMode::kSharded : engine->MakePlan(10, {})->weights.mode;
+  };
+  EXPECT_EQ(mode_with(all + 2 * table - 1), WeightMode::kStreamed);
+  EXPECT_EQ(mode_with(2 * (all + table)), WeightMode::kResident);
+}
+
+// What a device lacks for its share is said at the load; that the other's loads meanwhile hurts nobody.
+TEST_F(CudaEngineTest, AShareThatDoesNotLoadIsSaid) {
+  FakeCuda::set_devices(2);
+  const std::string folder = MakeTestModel("lost_share", 16);
+  EngineOptions options = Options(2);
+  options.model_path = folder;
+  options.weights = WeightMode::kSharded;
+  ASSERT_TRUE(LoadStatus(options).ok());
+  FakeCuda::set_memory_bytes(100'000);
+  const absl::Status status = LoadStatus(options);
+  EXPECT_TRUE(absl::IsResourceExhausted(status) && Says(status, "of memory sharded")) << status;
+  FakeCuda::set_memory_bytes(kMemoryBytes);
+  EXPECT_TRUE(LoadStatus(options).ok()) << "the next one is served";
+}
+
 // A rank that ends early may have left operations behind that read a layer: the layer stays until they have
 // run (the fake ends the test where one reads freed memory).
-TEST_F(CudaEngineTest, ACancelledPrefillThatStreamsLeavesNothingBehind) {
+class CancelledCudaEngineTest : public CudaEngineTest, public testing::WithParamInterface<WeightMode> {};
+INSTANTIATE_TEST_SUITE_P(Modes, CancelledCudaEngineTest,
+                         testing::Values(WeightMode::kStreamed, WeightMode::kSharded),
+                         [](const auto& param) { return std::string(WeightModeName(param.param)); });
+
+TEST_P(CancelledCudaEngineTest, APrefillWhoseWeightsComeLeavesNothingBehind) {
+  FakeCuda::set_devices(GetParam() == WeightMode::kSharded ? 2 : 1);
   EngineOptions options = Options(4);
-  options.weights = WeightMode::kStreamed;
+  options.weights = GetParam();
   const auto engine = LoadEmbeddedEngine(options);
   ASSERT_TRUE(engine.ok()) << engine.status();
   const std::vector<uint32_t> prompt(500, 3);

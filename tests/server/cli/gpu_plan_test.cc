@@ -67,7 +67,13 @@ TEST(GpuPlan, TakesTheFastestOfWhatFitsAndSaysWhatEachWouldTake) {
     ASSERT_TRUE(plan.ok()) << plan.status();
     ASSERT_EQ(plan->modes.size(), 3u);
     EXPECT_EQ(Find(*plan, WeightMode::kResident)->bytes, all);
-    EXPECT_LT(Find(*plan, WeightMode::kSharded)->bytes, all / request.ranks + 3 * bytes.most_layer);
+    // Among the GPUs of a node where there is room, else among all.
+    const int64_t by_node =
+        (bytes.layers + bytes.head + 7) / 8 + bytes.embedding + kPartsAhead * bytes.most_layer;
+    const bool has_room = request.ranks == 8 || by_node < gpus.memory_bytes;
+    const int64_t share = (bytes.layers + bytes.head + request.ranks - 1) / request.ranks;
+    EXPECT_EQ(Find(*plan, WeightMode::kSharded)->bytes,
+              has_room ? by_node : share + bytes.embedding + kPartsAhead * bytes.most_layer);
     EXPECT_EQ(Find(*plan, WeightMode::kStreamed)->bytes, bytes.embedding + kPartsAhead * bytes.most_layer);
     for (const WeightModeBytes& mode : plan->modes) {
       if (mode.seconds == 0) continue;
@@ -78,7 +84,13 @@ TEST(GpuPlan, TakesTheFastestOfWhatFitsAndSaysWhatEachWouldTake) {
     EXPECT_LE(plan->choice.plan.predicted.peak_bytes, request.ranks * gpus.memory_bytes);
     const WeightMode mode = plan->choice.weights.mode;
     ++(mode == WeightMode::kResident ? resident : others);
-    EXPECT_EQ(plan->not_yet.size(), mode == WeightMode::kSharded ? 1u : 0u);
+    EXPECT_EQ(plan->not_yet.size(), mode == WeightMode::kSharded && !has_room ? 1u : 0u);
+    if (mode == WeightMode::kSharded) {
+      EXPECT_EQ(plan->choice.plan.predicted.comm_bytes[Traffic::kGather] > 0, !has_room);
+      EXPECT_EQ(
+          plan->choice.weights.loaded_bytes,
+          request.ranks * (has_room ? by_node - kPartsAhead * bytes.most_layer : share + bytes.embedding));
+    }
     EXPECT_EQ(plan->choice.plan.predicted.weight_seconds > 0, mode != WeightMode::kResident);
   }
   EXPECT_GT(resident, 0);

@@ -155,8 +155,9 @@ weights
 --set
 --tokens=16384
 --rounds=3
---workers excludes --cold
---cold excludes --workers
+--workers excludes --cold excludes --shared
+--shared excludes --cold excludes --workers
+--cold excludes --shared excludes --workers
 --seed=1
 --json
 )");

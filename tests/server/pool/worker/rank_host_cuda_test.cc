@@ -63,6 +63,42 @@ TEST_F(RankHostCudaTest, KeepsItsCommunicatorsUntilARunIsStopped) {
   EXPECT_EQ(FakeCuda::nccl_communicators() - before, 3 * kRanks);
 }
 
+// What the worker's devices share is theirs alone: to the pool its weights stream, and the bits are the same.
+TEST_F(RankHostCudaTest, ItsDevicesShareWeights) {
+  std::vector<std::vector<float>> logits;
+  for (const WeightMode mode : {WeightMode::kResident, WeightMode::kSharded}) {
+    options_.weights = mode;
+    HostListener listener;
+    const auto host = RankHost::Load(options_, listener);
+    ASSERT_TRUE(host.ok()) << host.status();
+    v1::Join offer;
+    (*host)->Describe(offer);
+    EXPECT_EQ(offer.weights().streamed(), mode == WeightMode::kSharded);
+    EXPECT_EQ(offer.weights().layer_seconds() > 0, mode == WeightMode::kSharded);
+    EXPECT_FALSE(offer.weights().sharded());
+    EXPECT_FALSE(offer.has_shared_weights());
+    EXPECT_EQ((*host)->shared_weights().bytes, 0);
+    for (int run = 0; run < 2; ++run) {
+      (*host)->Prepare(Part());
+      (*host)->Start(run_, listener.Addresses(run_), {});
+      for (const auto& output : listener.Outputs(run_, kRanks)) {
+        ASSERT_TRUE(output.ok()) << output.status();
+        if (!output->logits.empty()) logits.push_back(output->logits);
+      }
+      (*host)->Release(run_);
+    }
+  }
+  ASSERT_EQ(logits.size(), 4u);
+  for (const std::vector<float>& each : logits) EXPECT_EQ(each, logits.front());
+  FakeCuda::set_devices(1);
+  options_.ranks = 1;
+  HostListener listener;
+  const absl::Status status = RankHost::Load(options_, listener).status();
+  EXPECT_TRUE(absl::IsInvalidArgument(status)) << status;
+  EXPECT_NE(status.message().find("one Fake GPU, which has nobody to share with"), std::string::npos)
+      << status;
+}
+
 // Two workers, and runs over both.
 class RankHostsCudaTest : public RankHostCudaTest {
  protected:
