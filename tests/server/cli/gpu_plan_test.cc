@@ -97,6 +97,20 @@ TEST(GpuPlan, TakesTheFastestOfWhatFitsAndSaysWhatEachWouldTake) {
   EXPECT_GT(others, 0);
 }
 
+// A node's GPUs share for themselves if a run's two layers fit beside their parts.
+TEST(GpuPlan, NodesShareEachForItselfWhereThereIsRoom) {
+  std::mt19937_64 random(TestSeed());
+  const ModelShape model = Model(random);
+  const WeightBytes bytes = WeightBytesOf(model, DType::kBf16);
+  const int64_t by_node =
+      (bytes.layers + bytes.head + 7) / 8 + bytes.embedding + kPartsAhead * bytes.most_layer;
+  for (const int64_t spare : {0, 1}) {
+    const auto plan = PlanOnGpus(model, Cluster(by_node + spare), {.tokens = 1000, .ranks = 16}, kGranule);
+    ASSERT_TRUE(plan.ok()) << plan.status();
+    EXPECT_EQ(Find(*plan, WeightMode::kSharded)->bytes == by_node, spare == 1);
+  }
+}
+
 // FP8 is counted as it lies, and with what one product is widened into.
 TEST(GpuPlan, CountsWhatFp8IsWidenedInto) {
   std::mt19937_64 random(TestSeed());
