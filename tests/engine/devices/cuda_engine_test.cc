@@ -62,6 +62,26 @@ class CudaEngineTest : public testing::Test {
     return folder;
   }
 
+  // A model whose weights are in its layers, and what a layer and the table take.
+  static std::string MakeDeepModel(int layers) {
+    const std::string folder = testing::TempDir() + "/cuda_engine_deep_" + std::to_string(layers);
+    std::filesystem::remove_all(folder);
+    const absl::Status status = MakeModel({.layers = layers,
+                                           .hidden = 256,
+                                           .intermediate = 1024,
+                                           .q_heads = 4,
+                                           .kv_heads = 2,
+                                           .head_dim = 64,
+                                           .vocab = 1000,
+                                           .context_tokens = 1 << 16,
+                                           .dtype = DType::kBf16},
+                                          folder);
+    EXPECT_TRUE(status.ok()) << status;
+    return folder;
+  }
+  static constexpr int64_t kDeepLayerBytes = 2 * (256 * (256 + 2 * 128) + 256 * 256 + 3 * 256 * 1024);
+  static constexpr int64_t kDeepTableBytes = 2 * 1000 * 256;
+
   static EngineOptions Options(int ranks) {
     return {.model_path = folder_, .ranks = ranks, .device = "cuda", .peak_flops = 1e12};
   }
@@ -206,20 +226,8 @@ TEST_F(CudaEngineTest, PinnedMemoryThatIsRefusedIsSaid) {
 // Of a model that leaves no room resident, a run has two layers on the device beside the embedding, and what
 // its plan says, whatever the layers; then nothing of it.
 TEST_F(CudaEngineTest, StreamsWeightsWithinWhatThePlanSays) {
-  const std::string folder = testing::TempDir() + "/cuda_engine_streams";
-  std::filesystem::remove_all(folder);
-  ASSERT_TRUE(MakeModel({.layers = 12,
-                         .hidden = 256,
-                         .intermediate = 1024,
-                         .q_heads = 4,
-                         .kv_heads = 2,
-                         .head_dim = 64,
-                         .vocab = 1000,
-                         .context_tokens = 1 << 16,
-                         .dtype = DType::kBf16},
-                        folder)
-                  .ok());
-  const int64_t layer = 2 * (256 * (256 + 2 * 128) + 256 * 256 + 3 * 256 * 1024), table = 2 * 1000 * 256;
+  const std::string folder = MakeDeepModel(12);
+  constexpr int64_t layer = kDeepLayerBytes, table = kDeepTableBytes;
   for (const int ranks : {1, 3}) {
     EngineOptions options = Options(ranks);
     options.model_path = folder;
@@ -250,20 +258,8 @@ TEST_F(CudaEngineTest, StreamsWeightsWithinWhatThePlanSays) {
 // With less room they stream; with more nobody shares.
 TEST_F(CudaEngineTest, DevicesShareWeightsWithinWhatThePlanSays) {
   FakeCuda::set_devices(2);
-  const std::string folder = testing::TempDir() + "/cuda_engine_shares";
-  std::filesystem::remove_all(folder);
-  ASSERT_TRUE(MakeModel({.layers = 48,
-                         .hidden = 256,
-                         .intermediate = 1024,
-                         .q_heads = 4,
-                         .kv_heads = 2,
-                         .head_dim = 64,
-                         .vocab = 1000,
-                         .context_tokens = 1 << 16,
-                         .dtype = DType::kBf16},
-                        folder)
-                  .ok());
-  const int64_t layer = 2 * (256 * (256 + 2 * 128) + 256 * 256 + 3 * 256 * 1024), table = 2 * 1000 * 256;
+  const std::string folder = MakeDeepModel(48);
+  constexpr int64_t layer = kDeepLayerBytes, table = kDeepTableBytes;
   const int64_t all = 48 * layer + table;  // with the LM head
   constexpr int64_t kFree = 2 * (int64_t{300} << 20);
   FakeCuda::set_memory_bytes(kFree / 2);
