@@ -61,7 +61,7 @@ class LayerProgress {
 
 class EmbeddedEngine : public PrefillEngine {
  public:
-  EmbeddedEngine(const EngineOptions& options, EmbeddedPool pool, const SpeedNotes& notes)
+  EmbeddedEngine(const EngineOptions& options, EmbeddedPool pool, const PoolNotes& notes)
       : options_(options),
         notes_(notes),
         pool_(std::move(pool)),
@@ -144,7 +144,7 @@ class EmbeddedEngine : public PrefillEngine {
   absl::Status PrepareKv(int64_t tokens, const PrefillOptions& options, PlannedPrefill& planned);
 
   const EngineOptions options_;
-  const SpeedNotes notes_;
+  const PoolNotes notes_;
   const EmbeddedPool pool_;
   std::string model_name_;
   const std::string backend_name_;
@@ -480,7 +480,7 @@ absl::StatusOr<std::unique_ptr<Prefill>> EmbeddedEngine::Start(const PrefillRequ
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<PrefillEngine>> LoadEmbeddedEngine(const EngineOptions& options,
-                                                                  const SpeedNotes& notes) {
+                                                                  const PoolNotes& notes) {
   RETURN_IF_ERROR(CheckOptions(options));
   ASSIGN_OR_RETURN(EmbeddedPool pool, LoadEmbeddedPool(options, notes));
   return std::make_unique<EmbeddedEngine>(options, std::move(pool), notes);

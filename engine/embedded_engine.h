@@ -7,14 +7,15 @@
 #include "absl/status/statusor.h"
 #include "engine/engine_options.h"
 #include "engine/prefill_engine.h"
-#include "engine/speed/speed_notes.h"
+#include "engine/speed/pool_notes.h"
 
 namespace meshfill {
 
 // INVALID_ARGUMENT: a broken model folder or options (what, where, what to do). NOT_FOUND: no such folder.
-// `notes` hears where the pool's speed comes from, and later, where that stays wrong, that it is dropped.
+// `notes` hears how the weights are held and where the pool's speed comes from, and later, where that stays
+// wrong, that it is dropped.
 absl::StatusOr<std::unique_ptr<PrefillEngine>> LoadEmbeddedEngine(
-    const EngineOptions& options, const SpeedNotes& notes = WarnOnStandardError);
+    const EngineOptions& options, const PoolNotes& notes = WarnOnStandardError);
 
 }  // namespace meshfill
 

@@ -53,7 +53,7 @@ absl::StatusOr<std::unique_ptr<const PeerWeights>> LoadPeers(const EmbeddedPool&
 
 absl::StatusOr<PoolSpeed> SpeedOf(const EngineOptions& options, const ModelShape& shape,
                                   const PoolDevices& hardware, DevicesByRank devices,
-                                  const SpeedNotes& notes) {
+                                  const PoolNotes& notes) {
   if (options.speed.has_value()) {
     PoolSpeed speed = *options.speed;
     speed.slice_tokens = SliceTokensOf(shape, devices.front()->grain());
@@ -67,7 +67,7 @@ absl::StatusOr<PoolSpeed> SpeedOf(const EngineOptions& options, const ModelShape
 absl::StatusOr<EmbeddedPoolCapacity> Capacity(const EngineOptions& options, const ModelShape& shape,
                                               const PoolDevices& hardware, DevicesByRank devices,
                                               const ChosenWeights& weights, int64_t weights_to_come,
-                                              const SpeedNotes& notes) {
+                                              const PoolNotes& notes) {
   ASSIGN_OR_RETURN(PoolSpeed speed, SpeedOf(options, shape, hardware, devices, notes));
   const int64_t kv_device_bytes = hardware.in_host_memory() ? 0 : options.kv_memory_bytes.value_or(0);
   int64_t budget = options.memory_budget_bytes;
@@ -92,7 +92,7 @@ absl::StatusOr<EmbeddedPoolCapacity> Capacity(const EngineOptions& options, cons
 
 }  // namespace
 
-absl::StatusOr<EmbeddedPool> LoadEmbeddedPool(const EngineOptions& options, const SpeedNotes& notes) {
+absl::StatusOr<EmbeddedPool> LoadEmbeddedPool(const EngineOptions& options, const PoolNotes& notes) {
   EmbeddedPool pool;
   ASSIGN_OR_RETURN(pool.hardware, Devices(options));
   const PoolDevices& hardware = *pool.hardware;
@@ -140,6 +140,7 @@ absl::StatusOr<EmbeddedPool> LoadEmbeddedPool(const EngineOptions& options, cons
     RETURN_IF_ERROR(MeasureStream(
         options, hardware, model, [&] { return model.OpenFeed(1, false, nullptr); }, weights->plan));
   }
+  notes(WeightNote(weights->plan, hardware), /*warning=*/false);
   ASSIGN_OR_RETURN(pool.capacity, Capacity(options, shape, hardware, pool.devices, *weights,
                                            /*weights_to_come=*/0, notes));
   pool.peak_flops = options.peak_flops;

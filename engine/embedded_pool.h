@@ -18,7 +18,7 @@
 #include "engine/model/model.h"
 #include "engine/plan/cost_model.h"
 #include "engine/run/peer_weights.h"
-#include "engine/speed/speed_notes.h"
+#include "engine/speed/pool_notes.h"
 #include "engine/weight_choice.h"
 #include "kernels/device.h"
 
@@ -48,9 +48,10 @@ struct EmbeddedPool {
 
 // Errors: those of Model::Load; INVALID_ARGUMENT, too, where the device that was asked for cannot be had or
 // cannot compute this model, or not with such weights; RESOURCE_EXHAUSTED where the weights do not fit, with
-// the bytes they need. `notes` hears where the pool's speed comes from.
+// the bytes they need. `notes` hears how they are held, and where the pool's speed
+// comes from.
 absl::StatusOr<EmbeddedPool> LoadEmbeddedPool(const EngineOptions& options,
-                                              const SpeedNotes& notes = WarnOnStandardError);
+                                              const PoolNotes& notes = WarnOnStandardError);
 
 // Capacity of the pool that LoadEmbeddedPool would make, measured without loading weights; those that stream
 // are taken to come from memory. RESOURCE_EXHAUSTED where they would not fit.

@@ -73,6 +73,25 @@ void MeasureSharing(const EngineOptions& options, const WeightBytes& bytes, Plan
 
 }  // namespace
 
+std::string WeightNote(const PlanWeights& weights, const PoolDevices& hardware) {
+  const bool sharded = weights.mode == WeightMode::kSharded,
+             among_devices = sharded && DevicesShare(hardware);
+  std::string memory;
+  if (weights.loaded_bytes > 0) {
+    memory = absl::StrCat(sharded && !among_devices ? "a part of " : "", GibText(weights.loaded_bytes),
+                          " of memory");
+  }
+  if (weights.run_bytes > 0) {
+    absl::StrAppend(&memory, memory.empty() ? "" : ", and ", GibText(weights.run_bytes),
+                    memory.empty() ? " of memory" : "", " for each prefill");
+  }
+  return absl::StrCat("the weights are ", WeightModeName(weights.mode),
+                      among_devices ? absl::StrCat(", among ", hardware.count(), " GPUs")
+                      : sharded     ? ", among the pool's workers"
+                                    : "",
+                      ": ", memory);
+}
+
 bool LeaveRoom(int64_t weight_bytes, int64_t free_bytes, int64_t memory_budget_bytes) {
   const int64_t spare = memory_budget_bytes > 0 ? memory_budget_bytes : free_bytes / 5;
   return free_bytes == 0 || weight_bytes <= std::max(free_bytes - spare, free_bytes / 10);

@@ -6,6 +6,7 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -28,6 +29,9 @@ struct ChosenWeights {
 // the devices' memory so; the message has the bytes, and what would.
 absl::StatusOr<ChosenWeights> ChooseWeights(const EngineOptions& options, const ModelShape& shape,
                                             const PoolDevices& hardware);
+
+// "the weights are sharded, among 8 GPUs: 25.1 GiB of memory, and 2.0 GiB for each prefill".
+std::string WeightNote(const PlanWeights& weights, const PoolDevices& hardware);
 
 // Whether weights may take so much where nobody says how they are held: where they leave a fifth of what is
 // free, or the budget that prefills were given, and where they are a tenth of what is free or less.

@@ -22,7 +22,7 @@
 #include "server/observe/log.h"
 #include "server/observe/metrics.h"
 #include "server/observe/span_exporter.h"
-#include "server/observe/speed_log.h"
+#include "server/observe/pool_log.h"
 #include "server/observe/status_page.h"
 #include "server/pool/pool_engine.h"
 #include "server/process_setup.h"
@@ -48,7 +48,7 @@ absl::StatusOr<std::unique_ptr<PoolEngine>> StartPool(const v1::Config& config, 
 // Loads an embedded pool, on a thread of its own so that a signal is heard meanwhile.
 absl::StatusOr<std::unique_ptr<PrefillEngine>> Load(const v1::Config& config, ShutdownSignals& signals) {
   auto loading = std::async(std::launch::async,
-                            [&] { return LoadEmbeddedEngine(ToEngineOptions(config), LogSpeedNote); });
+                            [&] { return LoadEmbeddedEngine(ToEngineOptions(config), LogPoolNote); });
   while (loading.wait_for(std::chrono::seconds(0)) != std::future_status::ready) {
     if (!signals.Wait(kPoll)) continue;
     // Nothing has been accepted yet, and a load cannot be interrupted: leave without waiting for it.

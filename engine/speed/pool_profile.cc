@@ -205,7 +205,7 @@ absl::Status ForgetPoolSpeed(const std::string& path, const std::string& key) {
 
 absl::StatusOr<PoolSpeed> KeptPoolSpeed(const std::string& path, const std::string& key, bool anew,
                                         const std::function<absl::StatusOr<PoolSpeed>()>& measure,
-                                        const SpeedNotes& notes) {
+                                        const PoolNotes& notes) {
   if (path.empty()) {
     ASSIGN_OR_RETURN(PoolSpeed speed, measure());
     notes("the pool's speed: measured now, and not kept", /*warning=*/false);

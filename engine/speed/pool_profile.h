@@ -18,7 +18,7 @@
 #include "absl/status/statusor.h"
 #include "engine/model/model_shape.h"
 #include "engine/plan/cost_model.h"
-#include "engine/speed/speed_notes.h"
+#include "engine/speed/pool_notes.h"
 
 namespace meshfill {
 
@@ -49,7 +49,7 @@ absl::Status ForgetPoolSpeed(const std::string& path, const std::string& key);
 // which of these, and a warning where something is wrong with the file, which is no failure.
 absl::StatusOr<PoolSpeed> KeptPoolSpeed(const std::string& path, const std::string& key, bool anew,
                                         const std::function<absl::StatusOr<PoolSpeed>()>& measure,
-                                        const SpeedNotes& notes = WarnOnStandardError);
+                                        const PoolNotes& notes = WarnOnStandardError);
 
 // The larger of `measured` and the peak that the profile has beside the speed under `key`, FLOP/s; it is kept
 // there. A busy machine measures a peak too small, never too large, so that MFU compares from start to start.

@@ -8,6 +8,7 @@
 #include <fstream>
 #include <random>
 
+#include "absl/strings/str_cat.h"
 #include "engine/embedded_engine.h"
 #include "engine/embedded_pool.h"
 #include "engine/model/family.h"
@@ -23,6 +24,7 @@ namespace meshfill {
 namespace {
 
 using testing::HasSubstr;
+using testing::MatchesRegex;
 
 std::unique_ptr<PrefillEngine> Load(const std::string& folder, int ranks, std::optional<WeightMode> weights,
                                     int64_t memory_bytes = 0) {
@@ -176,6 +178,26 @@ TEST_F(StreamedEngineTest, AnEmbeddedPoolSharesNoWeights) {
                                           .peak_flops = 1e12});
   EXPECT_TRUE(absl::IsInvalidArgument(engine.status())) << engine.status();
   EXPECT_NE(engine.status().message().find("set resident, streamed or auto"), std::string::npos);
+}
+
+// Whoever runs the pool hears what became of auto.
+TEST_F(StreamedEngineTest, SaysHowTheWeightsAreHeld) {
+  const auto note_of = [&](std::optional<WeightMode> weights) {
+    std::vector<std::string> notes;
+    const auto pool = LoadEmbeddedPool(
+        {.model_path = path_, .device = "cpu", .weights = weights, .of_worker = true, .peak_flops = 1e12},
+        [&](const std::string& note, bool warning) {
+          if (!warning && note.starts_with("the weights are ")) notes.push_back(note);
+        });
+    EXPECT_TRUE(pool.ok()) << pool.status();
+    return notes.size() == 1 ? notes.front() : absl::StrCat(notes.size(), " notes");
+  };
+  EXPECT_THAT(note_of(std::nullopt), MatchesRegex("the weights are resident: [0-9.]+ GiB of memory"));
+  EXPECT_THAT(note_of(WeightMode::kStreamed),
+              MatchesRegex("the weights are streamed: [0-9.]+ GiB of memory for each prefill"));
+  EXPECT_THAT(note_of(WeightMode::kSharded),
+              MatchesRegex("the weights are sharded, among the pool's workers: a part of [0-9.]+ GiB of "
+                           "memory, and [0-9.]+ GiB for each prefill"));
 }
 
 TEST(WeightModesTest, AutoStreamsWhatLeavesNoRoom) {

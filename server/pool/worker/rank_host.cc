@@ -17,7 +17,7 @@
 #include "kernels/mutex.h"
 #include "kernels/return_if_error.h"
 #include "server/observe/log.h"
-#include "server/observe/speed_log.h"
+#include "server/observe/pool_log.h"
 #include "server/pool/model_id.h"
 #include "server/pool/offered_speed.h"
 #include "server/pool/run_plan.h"
@@ -347,7 +347,7 @@ absl::StatusOr<std::unique_ptr<RankHost>> RankHost::Load(const Options& options,
                                      .threads = options.threads,
                                      .speed_profile_path = options.speed_profile_path,
                                      .measure_speed = options.measure_speed},
-                                    LogSpeedNote));
+                                    LogPoolNote));
   ASSIGN_OR_RETURN(
       std::unique_ptr<DataPlane> data_plane,
       pool.hardware->MakeDataPlane(

@@ -263,12 +263,16 @@ TEST_F(CudaEngineTest, DevicesShareWeightsWithinWhatThePlanSays) {
   const int64_t all = 48 * layer + table;  // with the LM head
   constexpr int64_t kFree = 2 * (int64_t{300} << 20);
   FakeCuda::set_memory_bytes(kFree / 2);
+  std::string note;
   const auto load = [&](int ranks, int64_t room) {  // for weights
     EngineOptions options = Options(ranks);
     options.model_path = folder;
     options.stripe = 16;
     options.memory_budget_bytes = kFree - room;
-    auto engine = LoadEmbeddedEngine(options);
+    note.clear();
+    auto engine = LoadEmbeddedEngine(options, [&](const std::string& text, bool) {
+      if (text.starts_with("the weights are ")) note = text;
+    });
     EXPECT_TRUE(engine.ok()) << engine.status();
     return engine.ok() ? *std::move(engine) : nullptr;
   };
@@ -279,6 +283,7 @@ TEST_F(CudaEngineTest, DevicesShareWeightsWithinWhatThePlanSays) {
     const auto choice = engine->MakePlan(64, {});
     ASSERT_TRUE(choice.ok()) << choice.status();
     EXPECT_EQ(choice->weights.mode, WeightMode::kSharded);
+    EXPECT_EQ(note, "the weights are sharded, among 2 GPUs: 0.1 GiB of memory, and 0.0 GiB for each prefill");
     EXPECT_EQ(choice->weights.loaded_bytes, all + 2 * table);
     EXPECT_EQ(choice->weights.run_bytes, 2 * 2 * layer);
     EXPECT_EQ(choice->weights.layer_busy_seconds, 0);

@@ -1,6 +1,6 @@
-// Where a pool's speed comes from, told to whoever runs the pool: one line each.
-#ifndef MESHFILL_ENGINE_SPEED_SPEED_NOTES_H_
-#define MESHFILL_ENGINE_SPEED_SPEED_NOTES_H_
+// How a pool holds its weights and where its speed comes from, told to whoever runs the pool: one line each.
+#ifndef MESHFILL_ENGINE_SPEED_POOL_NOTES_H_
+#define MESHFILL_ENGINE_SPEED_POOL_NOTES_H_
 
 #include <cstdio>
 #include <functional>
@@ -9,7 +9,7 @@
 namespace meshfill {
 
 // `warning`: something is wrong, and the note says what to do. Called from any thread; must return quickly.
-using SpeedNotes = std::function<void(const std::string& note, bool warning)>;
+using PoolNotes = std::function<void(const std::string& note, bool warning)>;
 
 // Notes for commands: standard error has nothing but what is wrong.
 inline void WarnOnStandardError(const std::string& note, bool warning) {
@@ -18,4 +18,4 @@ inline void WarnOnStandardError(const std::string& note, bool warning) {
 
 }  // namespace meshfill
 
-#endif  // MESHFILL_ENGINE_SPEED_SPEED_NOTES_H_
+#endif  // MESHFILL_ENGINE_SPEED_POOL_NOTES_H_
