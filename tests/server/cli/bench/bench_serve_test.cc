@@ -1,22 +1,15 @@
-// Clients and figures against a server that is made up: what it is sent, and what is said of its answers.
+// Figures of a server that is made up: what is said of its answers.
 #include "server/cli/bench/bench_serve.h"
 
 #include <gmock/gmock.h>
-#include <grpcpp/grpcpp.h>
 #include <gtest/gtest.h>
 
-#include <algorithm>
 #include <map>
-#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
 
-#include "absl/strings/str_cat.h"
-#include "kernels/mutex.h"
-#include "meshfill/v1/prefill.grpc.pb.h"
-#include "server/api/status_details.h"
-#include "server/cli/bench/load_clients.h"
+#include "tests/server/cli/bench/made_up_server.h"
 #include "tests/server/cli/command_line.h"
 
 namespace meshfill {
@@ -24,142 +17,6 @@ namespace {
 
 using nlohmann::json;
 using testing::MatchesRegex;
-
-// Answers every prompt at once, with figures that stay the same.
-class MadeUpServer final : public v1::PrefillService::Service {
- public:
-  MadeUpServer() {
-    int port = 0;
-    grpc::ServerBuilder builder;
-    builder.AddListeningPort("127.0.0.1:0", grpc::InsecureServerCredentials(), &port);
-    builder.RegisterService(this);
-    server_ = builder.BuildAndStart();
-    address_ = absl::StrCat("127.0.0.1:", port);
-  }
-  ~MadeUpServer() override { server_->Shutdown(); }
-
-  const std::string& address() const { return address_; }
-  uint64_t vocab = 7;
-  int refuse_every = 0;              // refuses one try of so many; 0: none
-  std::string fails_for = "nobody";  // this tenant's prompts fail for good
-  int most_at_once() {
-    const MutexLock lock(mu_);
-    return most_at_once_;
-  }
-  int refused() {
-    const MutexLock lock(mu_);
-    return refused_;
-  }
-  std::vector<std::pair<std::string, std::vector<uint32_t>>> prompts() {  // tenant and tokens, of all tries
-    const MutexLock lock(mu_);
-    return prompts_;
-  }
-
-  grpc::Status GetPool(grpc::ServerContext*, const v1::GetPoolRequest*, v1::PoolStatus* status) override {
-    status->set_vocab(vocab);
-    return grpc::Status::OK;
-  }
-
-  grpc::Status Prefill(grpc::ServerContext*,
-                       grpc::ServerReaderWriter<v1::PrefillEvent, v1::PrefillRequest>* stream) override {
-    std::pair<std::string, std::vector<uint32_t>> prompt;
-    v1::PrefillRequest request;
-    while (stream->Read(&request)) {
-      if (request.has_header()) prompt.first = request.header().tenant();
-      prompt.second.insert(prompt.second.end(), request.tokens().ids().begin(), request.tokens().ids().end());
-    }
-    {
-      const MutexLock lock(mu_);
-      prompts_.push_back(std::move(prompt));
-      most_at_once_ = std::max(most_at_once_, ++at_once_);
-      const int tries = static_cast<int>(prompts_.size());
-      if (refuse_every > 0 && tries % refuse_every == 0) {
-        --at_once_;
-        ++refused_;
-        return ToGrpcStatus(WithRetryAfter(absl::ResourceExhaustedError("full"), absl::Microseconds(100)));
-      }
-      if (prompts_.back().first == fails_for) {
-        --at_once_;
-        return {grpc::StatusCode::INTERNAL, "broken"};
-      }
-    }
-    v1::PrefillEvent event;
-    event.mutable_accepted()->set_predicted_seconds(0.5);
-    event.mutable_accepted()->set_predicted_queue_seconds(0.25);
-    stream->Write(event);
-    event.mutable_result()->mutable_seconds()->set_queue(0.125);
-    event.mutable_result()->mutable_seconds()->set_prefill(2);
-    stream->Write(event);
-    const MutexLock lock(mu_);
-    --at_once_;
-    return grpc::Status::OK;
-  }
-
- private:
-  std::unique_ptr<grpc::Server> server_;
-  std::string address_;
-  Mutex mu_;
-  int at_once_ = 0;
-  int most_at_once_ = 0;
-  int refused_ = 0;
-  std::vector<std::pair<std::string, std::vector<uint32_t>>> prompts_;
-};
-
-std::vector<LoadOutcome> Send(MadeUpServer& server, const std::vector<LoadPrompt>& prompts,
-                              const LoadOptions& options) {
-  const auto channel = ServerChannel::Open({.address = server.address()});
-  EXPECT_TRUE(channel.ok()) << channel.status();
-  return SendLoad(*channel, prompts, options);
-}
-
-TEST(SendLoad, SendsEachPromptWhenItIsDueAndAgainWhereItIsRefused) {
-  MadeUpServer server;
-  server.refuse_every = 3;
-  std::vector<LoadPrompt> prompts;
-  for (int i = 0; i < 40; ++i) {
-    prompts.push_back({.due_seconds = i < 20 ? 0 : 0.02, .tokens = 1 + i, .tenant = i % 2 == 0 ? "a" : "b"});
-  }
-  const std::vector<LoadOutcome> outcomes = Send(server, prompts, {.vocab = 7, .most_at_once = 4, .seed = 9});
-  ASSERT_EQ(outcomes.size(), prompts.size());
-  int refused = 0;
-  for (size_t i = 0; i < prompts.size(); ++i) {
-    const LoadOutcome& outcome = outcomes[i];
-    EXPECT_TRUE(outcome.status.ok()) << outcome.status;
-    EXPECT_GE(outcome.accepted_at, prompts[i].due_seconds);
-    EXPECT_GE(outcome.ended_at, outcome.accepted_at);
-    EXPECT_LT(outcome.ended_at, 600);
-    EXPECT_EQ(outcome.predicted_wait_seconds, 0.25);
-    EXPECT_EQ(outcome.predicted_prefill_seconds, 0.5);
-    EXPECT_EQ(outcome.wait_seconds, 0.125);
-    EXPECT_EQ(outcome.prefill_seconds, 2);
-    for (const double seconds : outcome.refusal_seconds) EXPECT_GT(seconds, 0);
-    refused += static_cast<int>(outcome.refusal_seconds.size());
-  }
-  EXPECT_GT(refused, 0);
-  EXPECT_EQ(refused, server.refused());
-  EXPECT_LE(server.most_at_once(), 4);
-  std::map<size_t, std::vector<uint32_t>> by_length;
-  for (const auto& [tenant, tokens] : server.prompts()) {
-    EXPECT_EQ(tenant, tokens.size() % 2 == 1 ? "a" : "b");
-    EXPECT_LT(*std::max_element(tokens.begin(), tokens.end()), 7u);
-    const auto [first, is_new] = by_length.emplace(tokens.size(), tokens);
-    EXPECT_EQ(first->second, tokens) << "each try has the same tokens";
-  }
-  EXPECT_EQ(by_length.size(), prompts.size());
-  EXPECT_EQ(by_length.rbegin()->first, 40u);
-  const std::vector<uint32_t> last = by_length[40], before = by_length[39];
-  EXPECT_FALSE(std::equal(before.begin(), before.end(), last.begin())) << "prompts differ";
-}
-
-TEST(SendLoad, KeepsWhatFails) {
-  MadeUpServer server;
-  server.fails_for = "";
-  const std::vector<LoadOutcome> outcomes = Send(server, {{.tokens = 2}}, {.vocab = 7});
-  ASSERT_EQ(outcomes.size(), 1u);
-  EXPECT_EQ(outcomes[0].status.code(), absl::StatusCode::kInternal);
-  EXPECT_TRUE(outcomes[0].refusal_seconds.empty());
-  EXPECT_TRUE(Send(server, {}, {}).empty());
-}
 
 Ran Bench(MadeUpServer& server, const std::string& scenario, std::vector<std::string> words) {
   words.insert(words.begin(),

@@ -1,19 +1,12 @@
 // Benchmarks on tiny inputs: what they print is what was asked for, and figures that follow from each other
 // do.
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
+#include "tests/server/cli/bench/benches.h"
 
-#include <algorithm>
-#include <cmath>
-#include <cstdlib>
-#include <filesystem>
+#include <gmock/gmock.h>
+
 #include <string>
 #include <vector>
 
-#include "engine/model/make_model.h"
-#include "engine/schedule/optimal_schedule.h"
-#include "engine/schedule/schedule.h"
-#include "engine/schedule/schedule_cost.h"
 #include "server/cli/bench/bench_attention.h"
 #include "server/cli/bench/bench_comm.h"
 #include "server/cli/bench/bench_experts.h"
@@ -21,67 +14,16 @@
 #include "server/cli/bench/bench_kv.h"
 #include "server/cli/bench/bench_layer.h"
 #include "server/cli/bench/bench_mix.h"
-#include "server/cli/bench/bench_models.h"
 #include "server/cli/bench/bench_pieces.h"
-#include "server/cli/bench/bench_plan.h"
 #include "server/cli/bench/bench_prefill.h"
 #include "server/cli/bench/bench_prefix.h"
-#include "server/cli/bench/bench_schedules.h"
 #include "server/cli/bench/bench_weights.h"
-#include "server/cli/bench/cold_files.h"
-#include "tests/engine/temp_folder.h"
-#include "tests/server/cli/command_line.h"
 
 namespace meshfill {
 namespace {
 
 using nlohmann::json;
 using testing::MatchesRegex;
-
-class Benches : public testing::Test {
- protected:
-  static void SetUpTestSuite() {
-    folder_ = new TempFolder;
-    setenv("XDG_CACHE_HOME", folder_->path().c_str(), /*overwrite=*/1);  // not the user's
-    ASSERT_TRUE(MakeModel({.layers = 2, .hidden = 64, .shard_bytes = 50'000}, Model()).ok());
-    folder_->Write("config.yaml", "model: {path: " + Model() +
-                                      "}\npool: {embedded: {ranks: 2, threads: 1, peak_flops: 1e11}}\n"
-                                      "plan: {profile_path: " +
-                                      *folder_ / "speed.json" + "}\n");
-  }
-  static void TearDownTestSuite() { delete folder_; }
-  static std::string Model() { return *folder_ / "model"; }
-  static std::string Config() { return *folder_ / "config.yaml"; }
-
-  static std::string Print(AddCommand add, const std::vector<std::string>& words) {
-    Ran ran = RunCommand(add, words);
-    EXPECT_TRUE(ran.status.ok()) << ran.status;
-    return std::move(ran.out);
-  }
-  static json PrintJson(AddCommand add, std::vector<std::string> words) {
-    words.emplace_back("--json");
-    const std::string out = Print(add, words);
-    EXPECT_EQ(std::count(out.begin(), out.end(), '\n'), 1);
-    return json::parse(out, nullptr, /*allow_exceptions=*/false);
-  }
-  // Two runs differ, but not by a unit.
-  static void ExpectSameSize(double left, double right) {
-    EXPECT_GT(left, right / 100);
-    EXPECT_LT(left, right * 100);
-  }
-  static void ExpectRatio(const json& ratio, const json& over, const json& under) {
-    EXPECT_NEAR(ratio.get<double>() * under.get<double>() / over.get<double>(), 1, 1e-9);
-  }
-  // The number behind `label` in the text.
-  static double Number(const std::string& text, const std::string& label) {
-    const size_t at = text.find(label);
-    EXPECT_NE(at, std::string::npos) << label << " in\n" << text;
-    return at == std::string::npos ? 0 : std::strtod(text.c_str() + at + label.size(), nullptr);
-  }
-
-  static TempFolder* folder_;
-};
-TempFolder* Benches::folder_ = nullptr;
 
 TEST_F(Benches, AttentionCountsVisiblePairs) {
   const std::vector<std::string> words = {"attention", "--dtype",   "f32",       "--head-dim", "16",
@@ -245,62 +187,6 @@ TEST_F(Benches, PiecesTakeAPartOfTheMemory) {
                            "[0-9]+; lower --part"));
 }
 
-TEST_F(Benches, PlanJudgesPredictionsAndChoices) {
-  const std::vector<std::string> words = {"plan",      "--model",   Model(),     "--shapes", "4",
-                                          "--choices", "2",         "--repeats", "1",        "--max-seconds",
-                                          "0.01",      "--threads", "1",         "--seed",   "7"};
-  const json said = PrintJson(AddBenchPlanCommand, words);
-  EXPECT_EQ(said["seed"], 7);
-  EXPECT_EQ(said["repeats"], 1);
-  EXPECT_EQ(said["threads"], 1);
-  ASSERT_EQ(said["shapes"].size(), 4u);
-  ASSERT_LE(said["choices"].size(), 2u);
-  std::vector<double> ratios;
-  int good = 0;
-  for (const json& shape : said["shapes"]) {
-    EXPECT_EQ(shape["model"], "model");
-    EXPECT_GE(shape["tokens"], 1);
-    EXPECT_LE(shape["tokens"], 1 << 14);
-    EXPECT_EQ(shape["heads"].get<int>() * shape["a"].get<int>() * shape["b"].get<int>(), shape["ranks"]);
-    EXPECT_GE(shape["ranks"], 1);
-    EXPECT_LE(shape["ranks"], 8);
-    ExpectRatio(shape["ratio"], shape["predicted_seconds"], shape["measured_seconds"]);
-    ratios.push_back(shape["ratio"]);
-    good += std::abs(ratios.back() - 1) <= 0.2 ? 1 : 0;
-  }
-  std::sort(ratios.begin(), ratios.end());
-  EXPECT_EQ(said["ratio"]["min"], ratios.front());
-  EXPECT_EQ(said["ratio"]["median"], ratios[2]);
-  EXPECT_EQ(said["ratio"]["max"], ratios.back());
-  EXPECT_EQ(said["within_20_percent"], good);
-  int good_choices = 0;
-  for (const json& choice : said["choices"]) {
-    EXPECT_LT(choice["shape"], 4);
-    EXPECT_GE(choice["plans"], 2);
-    EXPECT_GE(choice["excess"], 0);
-    EXPECT_LE(choice["excess"], choice["spread"]);
-    EXPECT_EQ(choice["excess"] == 0, choice["chosen"] == choice["best"]);
-    good_choices += choice["excess"] <= 0.05 ? 1 : 0;
-  }
-  EXPECT_EQ(said["choices_within_5_percent"], good_choices);
-}
-
-TEST_F(Benches, PlanPrintsALineForEachShape) {
-  const std::string text =
-      Print(AddBenchPlanCommand, {"plan", "--model", Model(), "--shapes", "2", "--choices", "1", "--repeats",
-                                  "1", "--max-seconds", "0.01", "--threads", "1", "--seed", "7"});
-  EXPECT_THAT(
-      text,
-      MatchesRegex("(model +[0-9]+ tokens  [1-8] ranks  [a-z]+ +[0-9]+  [0-9]+·[0-9]+x[0-9]+ "
-                   "+(chosen|random)  predicted +.* "
-                   "m?s  measured +.* m?s +[0-9.]+\n)+"
-                   "\npredicted over measured: [0-9.]+ to [0-9.]+, median [0-9.]+; within 20 %: [0-2] of 2\n"
-                   "(model +[0-9]+ tokens  [1-8] ranks  [a-z]+ +of +[0-9]+ plans chose .* best .* \\+[0-9.]+ "
-                   "% \\(worst "
-                   "\\+[0-9]+ %\\)\n)?"
-                   "the chosen plan within 5 % of the best measured: [01] of [01]\n"));
-}
-
 TEST_F(Benches, PrefillComparesPlansTurnByTurn) {
   const std::vector<std::string> words = {"prefill", "--model",   Model(), "--tokens",  "1200", "--tile",
                                           "1x2",     "--compare", "1x1",   "--repeats", "1",    "--device",
@@ -386,78 +272,6 @@ TEST_F(Benches, WeightsThatStreamStandBesideResidentOnes) {
                    "resident   .* m?s  [0-9.]+ tokens/s  weights [0-9.]+ KiB  most anonymous memory .*iB\n"
                    "streamed   .* m?s  [0-9.]+ tokens/s  weights [0-9.]+ KiB  most anonymous memory .*iB\n"
                    "streamed over resident, tokens/s: [0-9.]+\n"));
-}
-
-// The figures again, from their definitions.
-TEST_F(Benches, SchedulesAreDistributedAsTheyAre) {
-  constexpr int kSide = 4, kMaxCost = 2;
-  std::vector<double> ratios;
-  for (int a = 1; a <= kSide; ++a) {
-    for (int b = 1; b <= kSide; ++b) {
-      for (int costs = 0; costs < kMaxCost * kMaxCost * kMaxCost; ++costs) {
-        const OverlapCosts cost = {.c_q = 1 + costs % 2, .c_kv = 1 + costs / 2 % 2, .c_o = 1 + costs / 4};
-        ratios.push_back(static_cast<double>(TimeInBlocks(GreedySchedule({a, b}, cost), cost)) /
-                         static_cast<double>(TimeInBlocks(OptimalSchedule({a, b}, cost), cost)));
-      }
-    }
-  }
-  std::sort(ratios.begin(), ratios.end());
-  const double count = static_cast<double>(ratios.size());
-  double mean = 0, above = 0;
-  for (const double ratio : ratios) {
-    mean += ratio / count;
-    above += ratio > 1.02 ? 1 / count : 0;
-  }
-  const json said = PrintJson(AddBenchSchedulesCommand, {"schedules", "--side", "4", "--max-cost", "2"});
-  EXPECT_EQ(said["side"], 4);
-  EXPECT_EQ(said["max_cost"], 2);
-  EXPECT_EQ(said["cases"], ratios.size());
-  EXPECT_EQ(said["greedy_time"]["min"], ratios.front());
-  EXPECT_EQ(said["greedy_time"]["max"], ratios.back());
-  EXPECT_NEAR(said["greedy_time"]["mean"], mean, 1e-12);
-  EXPECT_NEAR(said["greedy_time"]["above_1_02"], above, 1e-12);
-  for (const auto& [name, share] : {std::pair("p50", 0.5), std::pair("p95", 0.95), std::pair("p99", 0.99)}) {
-    EXPECT_EQ(said["greedy_time"][name], ratios[static_cast<size_t>(std::ceil(share * count)) - 1]) << name;
-  }
-  EXPECT_EQ(said["optimal_time"]["min"], 1);
-  EXPECT_EQ(said["optimal_time"]["max"], 1);
-  EXPECT_GT(said["optimal_peak"]["min"], 0);
-  const std::vector<std::pair<int, int>> shapes = {{256, 9}, {3600, 45}, {4096, 13}};
-  ASSERT_EQ(said["pools"].size(), shapes.size());
-  for (size_t i = 0; i < shapes.size(); ++i) {
-    EXPECT_EQ(said["pools"][i]["ranks"], shapes[i].first);
-    EXPECT_EQ(said["pools"][i]["shapes"], shapes[i].second);
-    EXPECT_GT(said["pools"][i]["plan_seconds"], 0);
-    EXPECT_GT(said["pools"][i]["windows_plan_seconds"], 0);
-  }
-}
-
-TEST_F(Benches, ModelsAreOfDifferentShapesAndGoWithTheirObject) {
-  std::vector<std::string> folders;
-  {
-    BenchModels models;
-    ASSERT_TRUE(models.Make().ok());
-    folders = models.folders();
-    ASSERT_EQ(folders.size(), 5u);
-    EXPECT_THAT(folders,
-                testing::Each(testing::ResultOf(
-                    [](const std::string& folder) { return ReadWholeFile(folder + "/config.json").empty(); },
-                    false)));
-  }
-  for (const std::string& folder : folders) EXPECT_FALSE(std::filesystem::exists(folder)) << folder;
-}
-
-TEST_F(Benches, ColdFilesAreAllOfAModelsWeights) {
-  int64_t bytes = 0, files = 0;
-  for (const auto& entry : std::filesystem::directory_iterator(Model())) {
-    if (entry.path().extension() != ".safetensors") continue;
-    bytes += static_cast<int64_t>(entry.file_size());
-    ++files;
-  }
-  EXPECT_GT(files, 1);
-  const auto cold = ColdFiles::Of(Model());
-  ASSERT_TRUE(cold.ok()) << cold.status();
-  EXPECT_EQ(cold->bytes(), bytes);
 }
 
 }  // namespace

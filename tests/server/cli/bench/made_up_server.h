@@ -1,0 +1,102 @@
+// A server that computes nothing, for tests of its clients.
+#ifndef MESHFILL_TESTS_SERVER_CLI_BENCH_MADE_UP_SERVER_H_
+#define MESHFILL_TESTS_SERVER_CLI_BENCH_MADE_UP_SERVER_H_
+
+#include <grpcpp/grpcpp.h>
+
+#include <algorithm>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "kernels/mutex.h"
+#include "meshfill/v1/prefill.grpc.pb.h"
+#include "server/api/status_details.h"
+
+namespace meshfill {
+
+// Answers every prompt at once, with figures that stay the same.
+class MadeUpServer final : public v1::PrefillService::Service {
+ public:
+  MadeUpServer() {
+    int port = 0;
+    grpc::ServerBuilder builder;
+    builder.AddListeningPort("127.0.0.1:0", grpc::InsecureServerCredentials(), &port);
+    builder.RegisterService(this);
+    server_ = builder.BuildAndStart();
+    address_ = absl::StrCat("127.0.0.1:", port);
+  }
+  ~MadeUpServer() override { server_->Shutdown(); }
+
+  const std::string& address() const { return address_; }
+  uint64_t vocab = 7;
+  int refuse_every = 0;              // refuses one try of so many; 0: none
+  std::string fails_for = "nobody";  // this tenant's prompts fail for good
+  int most_at_once() {
+    const MutexLock lock(mu_);
+    return most_at_once_;
+  }
+  int refused() {
+    const MutexLock lock(mu_);
+    return refused_;
+  }
+  std::vector<std::pair<std::string, std::vector<uint32_t>>> prompts() {  // tenant and tokens, of all tries
+    const MutexLock lock(mu_);
+    return prompts_;
+  }
+
+  grpc::Status GetPool(grpc::ServerContext*, const v1::GetPoolRequest*, v1::PoolStatus* status) override {
+    status->set_vocab(vocab);
+    return grpc::Status::OK;
+  }
+
+  grpc::Status Prefill(grpc::ServerContext*,
+                       grpc::ServerReaderWriter<v1::PrefillEvent, v1::PrefillRequest>* stream) override {
+    std::pair<std::string, std::vector<uint32_t>> prompt;
+    v1::PrefillRequest request;
+    while (stream->Read(&request)) {
+      if (request.has_header()) prompt.first = request.header().tenant();
+      prompt.second.insert(prompt.second.end(), request.tokens().ids().begin(), request.tokens().ids().end());
+    }
+    {
+      const MutexLock lock(mu_);
+      prompts_.push_back(std::move(prompt));
+      most_at_once_ = std::max(most_at_once_, ++at_once_);
+      const int tries = static_cast<int>(prompts_.size());
+      if (refuse_every > 0 && tries % refuse_every == 0) {
+        --at_once_;
+        ++refused_;
+        return ToGrpcStatus(WithRetryAfter(absl::ResourceExhaustedError("full"), absl::Microseconds(100)));
+      }
+      if (prompts_.back().first == fails_for) {
+        --at_once_;
+        return {grpc::StatusCode::INTERNAL, "broken"};
+      }
+    }
+    v1::PrefillEvent event;
+    event.mutable_accepted()->set_predicted_seconds(0.5);
+    event.mutable_accepted()->set_predicted_queue_seconds(0.25);
+    stream->Write(event);
+    event.mutable_result()->mutable_seconds()->set_queue(0.125);
+    event.mutable_result()->mutable_seconds()->set_prefill(2);
+    stream->Write(event);
+    const MutexLock lock(mu_);
+    --at_once_;
+    return grpc::Status::OK;
+  }
+
+ private:
+  std::unique_ptr<grpc::Server> server_;
+  std::string address_;
+  Mutex mu_;
+  int at_once_ = 0;
+  int most_at_once_ = 0;
+  int refused_ = 0;
+  std::vector<std::pair<std::string, std::vector<uint32_t>>> prompts_;
+};
+
+}  // namespace meshfill
+
+#endif  // MESHFILL_TESTS_SERVER_CLI_BENCH_MADE_UP_SERVER_H_
