@@ -18,6 +18,7 @@
 #include "server/cli/client.h"
 #include "server/cli/commands/flags.h"
 #include "server/cli/progress_bar.h"
+#include "server/config/address.h"
 #include "server/config/config.h"
 
 namespace meshfill {
@@ -97,7 +98,8 @@ class BenchServeCommand : public Command {
             "--lone", lone_,
             "Servers of one worker each: what they reach together, all at once, is what as many workers "
             "of one server are held against (flight)")
-        ->type_name("HOST:PORT");
+        ->type_name("HOST:PORT")
+        ->check([](const std::string& text) { return std::string(ParseHostPort(text).status().message()); });
     app_->add_option("--seed", seed_, "Of moments, lengths and tokens")->capture_default_str();
     AddJsonFlag(*app_, json_);
   }

@@ -4,6 +4,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <map>
 #include <string>
 #include <utility>
@@ -79,7 +80,9 @@ TEST(BenchServe, MixHasThreeLengthsAndTheirPredictions) {
   EXPECT_EQ(checks.at("failed"), std::pair(0.0, 0.0));
   EXPECT_EQ(checks.at("slowdown_p99_of_4").first, said["lengths"][0]["slowdown"]["p99"]);
   EXPECT_EQ(checks.at("slowdown_p99_of_4").second, 10);
-  if (said["lengths"][2]["requests"] > 0) EXPECT_EQ(checks.at("slowdown_p99_of_512").second, 3);
+  if (said["lengths"][2]["requests"] > 0) {
+    EXPECT_EQ(checks.at("slowdown_p99_of_512").second, 3);
+  }
   EXPECT_EQ(checks.at("prediction_median_error").second, 0.1);
   EXPECT_EQ(checks.at("prediction_p95_error").second, 0.3);
   EXPECT_EQ(checks.at("prediction_drift").second, 0.1);
@@ -106,7 +109,7 @@ TEST(BenchServe, MixAsText) {
 
 TEST(BenchServe, CountsWhatFailed) {
   MadeUpServer server;
-  server.fails_for = "b";
+  server.fails = [](const std::string& tenant, int) { return tenant == "b"; };
   const json said = BenchJson(server, "mix", {"--seconds", "0.1", "--load", "5"});
   size_t failed = 0;
   for (const auto& [tenant, tokens] : server.prompts()) failed += tenant == "b" ? 1 : 0;
@@ -179,9 +182,120 @@ TEST(BenchServe, RefusesAServerThatLoadsAndALoadWithoutPrompts) {
   server.vocab = 0;
   EXPECT_EQ(Bench(server, "flight", {}).status,
             absl::UnavailableError("server " + server.address() + " is loading its model; try again soon"));
-  server.vocab = 7;
-  server.fails_for = "";
-  EXPECT_EQ(Bench(server, "flight", {}).status.code(), absl::StatusCode::kInternal);
+}
+
+// A server that breaks while it is measured: its error is all that there is to say.
+TEST(BenchServe, EndsWithTheErrorOfAServerThatBreaks) {
+  const auto broken = [](const std::string& scenario, int from_try, std::vector<std::string> words) {
+    MadeUpServer server;
+    server.fails = [=](const std::string&, int tries) { return tries >= from_try; };
+    words.insert(words.end(), {"--seconds", "0.01"});
+    const Ran ran = Bench(server, scenario, std::move(words));
+    EXPECT_EQ(ran.out, "") << scenario << from_try;
+    EXPECT_EQ(server.prompts().size(), static_cast<size_t>(from_try)) << scenario;
+    return ran.status;
+  };
+  const absl::StatusCode kBroken = absl::StatusCode::kInternal;
+  EXPECT_EQ(broken("flight", 1, {}).code(), kBroken) << "it warms up";
+  EXPECT_EQ(broken("flight", kWarmUps + 1, {"--in-flight", "1"}).code(), kBroken) << "one after the other";
+  EXPECT_EQ(broken("flight", kWarmUps + 2, {"--in-flight", "1"}).code(), kBroken) << "all at once";
+  EXPECT_EQ(broken("mix", kWarmUps + 1, {}).code(), kBroken) << "alone";
+  EXPECT_EQ(broken("mix", kWarmUps + 16 + 6 + 1, {}).code(), kBroken) << "the longest alone";
+  EXPECT_EQ(broken("overload", kWarmUps + 2, {"--in-flight", "1"}).code(), kBroken) << "the best";
+}
+
+TEST(BenchServe, EndsWithTheErrorOfAServerThatHasBrokenUnderTheLoad) {
+  MadeUpServer server;
+  bool loaded = false;
+  server.fails = [&](const std::string& tenant, int) {
+    loaded = loaded || !tenant.empty();
+    return loaded && tenant.empty();
+  };
+  const Ran ran = Bench(server, "mix", {"--seconds", "0.1", "--load", "5"});
+  EXPECT_EQ(ran.status.code(), absl::StatusCode::kInternal);
+  EXPECT_EQ(ran.out, "");
+  EXPECT_TRUE(loaded);
+}
+
+TEST(BenchServe, EndsWithTheErrorOfALoneServer) {
+  for (const int from_try : {1, 3}) {  // it warms up with two
+    MadeUpServer server, lone[2];
+    lone[1].fails = [=](const std::string&, int tries) { return tries >= from_try; };
+    const Ran ran = Bench(server, "flight",
+                          {"--in-flight", "4", "--lone", lone[0].address(), "--lone", lone[1].address()});
+    EXPECT_EQ(ran.status.code(), absl::StatusCode::kInternal);
+    EXPECT_EQ(ran.out, "");
+    EXPECT_EQ(server.prompts().size(), static_cast<size_t>(from_try == 1 ? kWarmUps : kWarmUps + 4 + 4));
+  }
+}
+
+// Nothing is divided by what no prompt took.
+TEST(BenchServe, HasNoFiguresWhereAllFails) {
+  MadeUpServer server;
+  server.fails = [](const std::string& tenant, int) { return !tenant.empty(); };  // the load's have one
+  const json mix = BenchJson(server, "mix", {"--seconds", "0.1", "--load", "5"});
+  EXPECT_GT(mix["failed"], 0);
+  EXPECT_EQ(mix["failed"], mix["requests"]);
+  for (const json& length : mix["lengths"]) {
+    EXPECT_EQ(length["requests"], 0);
+    EXPECT_FALSE(length.contains("slowdown")) << length;
+  }
+  EXPECT_EQ(ChecksOf(mix).size(), 1u);
+  EXPECT_EQ(mix["checks"][0]["met"], false);
+  const Ran text = Bench(server, "mix", {"--seconds", "0.1", "--load", "5"});
+  EXPECT_THAT(text.out,
+              MatchesRegex("mix: ([0-9]+) requests in .* m?s, [0-9]+ failed, 0 tries refused\n"
+                           "4 tokens, alone [0-9.]+ m?s: 0\n64 tokens, alone [0-9.]+ m?s: 0\n"
+                           "512 tokens, alone [0-9.]+ m?s: 0\nfailed +[0-9]+  at most 0: NOT MET\n"));
+
+  const json overload = BenchJson(server, "overload", {"--seconds", "0.02", "--in-flight", "2"});
+  EXPECT_EQ(overload["failed"], overload["requests"]);
+  EXPECT_GT(overload["figures"]["best_tokens_per_second"], 0) << "of prompts without a tenant";
+  EXPECT_EQ(overload["figures"].size(), 2u) << overload["figures"];
+  EXPECT_EQ(ChecksOf(overload).size(), 1u);
+}
+
+TEST(BenchServe, LoadsAsMuchAsItIsTold) {
+  MadeUpServer server;
+  for (const double load : {3.0, 10.0}) {  // 10 where nothing is said
+    std::vector<std::string> words = {"--seconds", "0.03", "--in-flight", "1", "--rounds", "1"};
+    if (load != 10) words.insert(words.end(), {"--load", "3"});
+    const json said = BenchJson(server, "overload", words);
+    // At random: some, up to a few times the square root, more or fewer come.
+    const double expected = 0.03 * load * said["figures"]["best_tokens_per_second"].get<double>() / 4;
+    EXPECT_NEAR(said["requests"].get<double>(), expected, 6 * std::sqrt(expected)) << said;
+    EXPECT_EQ(said["refusals"], 0);
+    EXPECT_FALSE(said["figures"].contains("refusal_seconds_median"));
+    EXPECT_FALSE(ChecksOf(said).contains("refusal_seconds_p99"));
+  }
+}
+
+TEST(BenchServe, FlightAsText) {
+  MadeUpServer server, lone;
+  const Ran ran = Bench(server, "flight", {"--in-flight", "3", "--rounds", "1", "--lone", lone.address()});
+  ASSERT_TRUE(ran.status.ok()) << ran.status;
+  EXPECT_THAT(ran.out, MatchesRegex("flight: 3 requests in [0-9.]+ m?s, 0 failed, 0 tries refused\n"
+                                    "tokens_per_second [0-9.e+]+\n"
+                                    "one_after_the_other_tokens_per_second [0-9.e+]+\n"
+                                    "lone_tokens_per_second [0-9.e+]+\n"
+                                    "of_one_after_the_other +[0-9.e+-]+  at least 0.97: (NOT MET|met)\n"
+                                    "of_lone_workers +[0-9.e+-]+  at least 0.9: (NOT MET|met)\n"));
+}
+
+TEST(BenchServe, RefusesServersThatItCannotAsk) {
+  MadeUpServer server;
+  EXPECT_EQ(
+      Bench(server, "flight", {"--ca", "nothing.pem"}).status,
+      absl::InvalidArgumentError("--ca: nothing.pem cannot be read: No such file or directory; name a file "
+                                 "that this user may read"));
+  EXPECT_EQ(Bench(server, "flight", {"--lone", "elsewhere"}).status.message(),
+            "--lone: \"elsewhere\" is no HOST:PORT; write e.g. 127.0.0.1:50051");
+  EXPECT_TRUE(server.prompts().empty());
+  server.Stop();
+  const absl::Status status = Bench(server, "flight", {}).status;
+  EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable);
+  EXPECT_THAT(std::string(status.message()), testing::HasSubstr("server " + server.address() + ": "));
+  EXPECT_THAT(std::string(status.message()), testing::HasSubstr("is `meshfill serve` listening there?"));
 }
 
 }  // namespace

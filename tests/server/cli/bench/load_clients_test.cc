@@ -61,7 +61,7 @@ TEST(SendLoad, SendsEachPromptWhenItIsDueAndAgainWhereItIsRefused) {
 
 TEST(SendLoad, KeepsWhatFails) {
   MadeUpServer server;
-  server.fails_for = "";
+  server.fails = [](const std::string&, int) { return true; };
   const std::vector<LoadOutcome> outcomes = Send(server, {{.tokens = 2}}, {.vocab = 7});
   ASSERT_EQ(outcomes.size(), 1u);
   EXPECT_EQ(outcomes[0].status.code(), absl::StatusCode::kInternal);

@@ -5,6 +5,7 @@
 #include <grpcpp/grpcpp.h>
 
 #include <algorithm>
+#include <functional>
 #include <memory>
 #include <string>
 #include <utility>
@@ -28,12 +29,16 @@ class MadeUpServer final : public v1::PrefillService::Service {
     server_ = builder.BuildAndStart();
     address_ = absl::StrCat("127.0.0.1:", port);
   }
-  ~MadeUpServer() override { server_->Shutdown(); }
+  ~MadeUpServer() override { Stop(); }
+  void Stop() { server_->Shutdown(); }
 
   const std::string& address() const { return address_; }
   uint64_t vocab = 7;
-  int refuse_every = 0;              // refuses one try of so many; 0: none
-  std::string fails_for = "nobody";  // this tenant's prompts fail for good
+  int refuse_every = 0;  // refuses one try of so many; 0: none
+  // Whether a try fails for good: by its prompt's tenant, and by its number, from 1.
+  std::function<bool(const std::string& tenant, int tries)> fails = [](const std::string&, int) {
+    return false;
+  };
   int most_at_once() {
     const MutexLock lock(mu_);
     return most_at_once_;
@@ -70,7 +75,7 @@ class MadeUpServer final : public v1::PrefillService::Service {
         ++refused_;
         return ToGrpcStatus(WithRetryAfter(absl::ResourceExhaustedError("full"), absl::Microseconds(100)));
       }
-      if (prompts_.back().first == fails_for) {
+      if (fails(prompts_.back().first, tries)) {
         --at_once_;
         return {grpc::StatusCode::INTERNAL, "broken"};
       }
