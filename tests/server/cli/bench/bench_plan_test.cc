@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <filesystem>
 #include <string>
 #include <vector>
 
@@ -70,6 +71,33 @@ TEST_F(Benches, PlanPrintsALineForEachShape) {
                    "% \\(worst "
                    "\\+[0-9]+ %\\)\n)?"
                    "the chosen plan within 5 % of the best measured: [01] of [01]\n"));
+}
+
+// A rank alone has one plan, and nothing to choose.
+TEST_F(Benches, PlanComparesPlansWhereThereAreSeveral) {
+  const json said = PrintJson(
+      AddBenchPlanCommand, {"plan", "--model", Model(), "--shapes", "3", "--choices", "3", "--repeats", "1",
+                            "--max-seconds", "1e-9", "--threads", "1", "--seed", "1"});
+  std::vector<size_t> several, compared;
+  for (size_t shape = 0; shape < said["shapes"].size(); ++shape) {
+    EXPECT_EQ(said["shapes"][shape]["tokens"], 1) << "halved until no prompt is shorter";
+    if (said["shapes"][shape]["ranks"] > 1) several.push_back(shape);
+  }
+  for (const json& choice : said["choices"]) compared.push_back(choice["shape"]);
+  EXPECT_EQ(compared, several);
+  EXPECT_FALSE(several.empty());
+  EXPECT_LT(several.size(), said["shapes"].size()) << "another seed has a rank alone";
+}
+
+TEST_F(Benches, PlanWithoutAModelMakesOneOfItsOwn) {
+  const TempFolder folder;
+  const Tmpdir tmpdir(folder.path());
+  const json said = PrintJson(AddBenchPlanCommand, {"plan", "--shapes", "1", "--choices", "1", "--repeats",
+                                                    "1", "--max-seconds", "1e-9", "--threads", "1"});
+  ASSERT_EQ(said["shapes"].size(), 1u);
+  EXPECT_THAT(said["shapes"][0]["model"].get<std::string>(),
+              MatchesRegex("[0-9]+-[0-9]+q[0-9]+kv-[0-9]+(-window)?"));
+  EXPECT_TRUE(std::filesystem::is_empty(folder.path()));
 }
 
 }  // namespace

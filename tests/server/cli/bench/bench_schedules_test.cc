@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <sstream>
 #include <string>
 #include <utility>
 #include <vector>
@@ -40,7 +41,8 @@ TEST_F(Benches, SchedulesAreDistributedAsTheyAre) {
     mean += ratio / count;
     above += ratio > 1.02 ? 1 / count : 0;
   }
-  const json said = PrintJson(AddBenchSchedulesCommand, {"schedules", "--side", "4", "--max-cost", "2"});
+  const std::vector<std::string> words = {"schedules", "--side", "4", "--max-cost", "2"};
+  const json said = PrintJson(AddBenchSchedulesCommand, words);
   EXPECT_EQ(said["side"], 4);
   EXPECT_EQ(said["max_cost"], 2);
   EXPECT_EQ(said["cases"], ratios.size());
@@ -61,6 +63,28 @@ TEST_F(Benches, SchedulesAreDistributedAsTheyAre) {
     EXPECT_EQ(said["pools"][i]["shapes"], shapes[i].second);
     EXPECT_GT(said["pools"][i]["plan_seconds"], 0);
     EXPECT_GT(said["pools"][i]["windows_plan_seconds"], 0);
+  }
+
+  const std::string text = Print(AddBenchSchedulesCommand, words);
+  EXPECT_THAT(text, MatchesRegex("128 cases: tiles up to 4x4, costs 1 to 2\n"
+                                 " +min +mean +p50 +p95 +p99 +max +> 1.02\n"
+                                 "time, Algorithm 2 / exact( +[0-9.]+){6} +[0-9.]+ %\n"
+                                 "time, least / exact( +1.0000){6} +0.00 %\n"
+                                 "peak, least / Algorithm 2( +[0-9.]+){6} +[0-9.]+ %\n"
+                                 "[0-9.]+ ms for the search, [0-9.]+ ms for Algorithm 2, [0-9.]+ ms for the "
+                                 "least time\n"
+                                 " 256 ranks,  9 shapes: .*, of windows of 4096 +[0-9.]+ ms\n"
+                                 "3600 ranks, 45 shapes: .*\n4096 ranks, 13 shapes: .*\n"));
+  for (const auto& [row, figure] : {std::pair("time, Algorithm 2 / exact", "greedy_time"),
+                                    std::pair("peak, least / Algorithm 2", "optimal_peak")}) {
+    std::istringstream figures(text.substr(text.find(row) + std::string(row).size()));
+    double printed = 0;
+    for (const char* name : {"min", "mean", "p50", "p95", "p99", "max"}) {
+      figures >> printed;
+      EXPECT_NEAR(printed, said[figure][name].get<double>(), 0.00006) << row << ", " << name;
+    }
+    figures >> printed;
+    EXPECT_NEAR(printed, said[figure]["above_1_02"].get<double>() * 100, 0.006) << row;
   }
 }
 

@@ -16,6 +16,21 @@
 
 namespace meshfill {
 
+// The environment's TMPDIR while the object lives.
+class Tmpdir {
+ public:
+  explicit Tmpdir(const std::string& folder) {
+    if (const char* was = std::getenv("TMPDIR"); was != nullptr) was_ = was;
+    setenv("TMPDIR", folder.c_str(), /*overwrite=*/1);
+  }
+  ~Tmpdir() { was_.empty() ? unsetenv("TMPDIR") : setenv("TMPDIR", was_.c_str(), /*overwrite=*/1); }
+  Tmpdir(const Tmpdir&) = delete;
+  Tmpdir& operator=(const Tmpdir&) = delete;
+
+ private:
+  std::string was_;
+};
+
 class Benches : public testing::Test {
  protected:
   static void SetUpTestSuite() {

@@ -4,6 +4,7 @@
 
 #include <gmock/gmock.h>
 
+#include <filesystem>
 #include <string>
 #include <vector>
 
@@ -18,6 +19,7 @@
 #include "server/cli/bench/bench_prefill.h"
 #include "server/cli/bench/bench_prefix.h"
 #include "server/cli/bench/bench_weights.h"
+#include "server/cli/result_text.h"
 
 namespace meshfill {
 namespace {
@@ -272,6 +274,21 @@ TEST_F(Benches, WeightsThatStreamStandBesideResidentOnes) {
                    "resident   .* m?s  [0-9.]+ tokens/s  weights [0-9.]+ KiB  most anonymous memory .*iB\n"
                    "streamed   .* m?s  [0-9.]+ tokens/s  weights [0-9.]+ KiB  most anonymous memory .*iB\n"
                    "streamed over resident, tokens/s: [0-9.]+\n"));
+}
+
+TEST_F(Benches, WeightsFromTheDiskStandBesideTheDisk) {
+  const std::string model = *folder_ / "one_file";  // of small shards, pages stay that the engine has mapped
+  ASSERT_TRUE(MakeModel({.layers = 2, .hidden = 64}, model).ok());
+  const Ran cold =
+      RunCommand(AddBenchWeightsCommand, {"weights", "--config", Config(), "--set", "model.path=" + model,
+                                          "--tokens", "50", "--rounds", "1", "--cold"});
+  if (absl::IsFailedPrecondition(cold.status)) GTEST_SKIP() << cold.status;  // a temporary folder in memory
+  ASSERT_TRUE(cold.status.ok()) << cold.status;
+  const auto bytes = static_cast<double>(std::filesystem::file_size(model + "/model.safetensors"));
+  EXPECT_THAT(cold.out,
+              testing::ContainsRegex(
+                  "streamed over resident, tokens/s: [0-9.]+\ndisk +[0-9.]+ m?s for " + FormatBytes(bytes) +
+                  "\nstreamed from the disk over the longer of both, seconds: [0-9.]+\n$"));
 }
 
 }  // namespace
