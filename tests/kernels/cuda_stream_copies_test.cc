@@ -146,6 +146,7 @@ TEST_F(CudaStreamTest, AStopTokenEndsTheWaitForACopyToTheHost) {
     const std::unique_ptr<Stream> stopped = Make(&stop);
     HostCopyCase copied(random, 20'000);
     OnDevice from = Copy(copied.from);
+    ASSERT_OK(stream_->Finish());  // another stream reads it
     const auto copy = stopped->CopyHeadsToHost(copied.Args(from.data()), from.buffer());
     ASSERT_OK(copy.status());
     stop.Stop();
