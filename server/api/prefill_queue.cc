@@ -7,7 +7,6 @@
 #include "absl/strings/str_format.h"
 #include "kernels/mutex.h"
 #include "kernels/return_if_error.h"
-#include "server/api/status_details.h"
 
 namespace meshfill {
 
@@ -28,11 +27,6 @@ class PrefillQueue::ProgressObserver final : public PrefillObserver {
 namespace {
 
 constexpr absl::Duration kLook = absl::Milliseconds(50);  // between two looks at whose turn it is
-constexpr int kRefusalsShare = 20;  // at most 1/20 of the time goes to the turns that refusals tell
-
-absl::Status Refuse(Refusal refusal, const std::string& message) {
-  return WithRefusal(absl::ResourceExhaustedError(message), refusal);
-}
 
 }  // namespace
 
@@ -52,12 +46,11 @@ PrefillQueue::PrefillQueue(PrefillEngine& engine, const Limits& limits, Metrics&
                            LastPrefill& last_prefill, Clock clock)
     : clock_(std::move(clock)),
       engine_(engine),
-      limits_(limits),
       metrics_(metrics),
       last_prefill_(last_prefill),
       order_({.max_age = limits.max_age, .most_live = engine.capacity()}),
-      retry_line_(limits.max_age) {
-  metrics_.SetQueueLimits(limits_.max_tokens, limits_.max_wait);
+      room_(limits, clock_) {
+  metrics_.SetQueueLimits(limits.max_tokens, limits.max_wait);
   for (int place = 0; place < engine_.capacity(); ++place) {
     runners_.emplace_back([this] { RunJobs(); });
   }
@@ -72,12 +65,17 @@ absl::StatusOr<std::unique_ptr<PrefillQueue::Slot>> PrefillQueue::Reserve(const 
   const MutexLock lock(mu_);
   if (draining_) return absl::UnavailableError("the server is draining; try another one");
   RETURN_IF_ERROR(CheckUnused(request.id));
-  RETURN_IF_ERROR(CheckRoom(request));
+  const std::vector<uint64_t> slow = room_.PlacesToTakeFor(request.tenant, request.tokens);
+  for (const uint64_t ticket : slow) Remove(ticket);
+  if (!slow.empty()) PublishCount();
+  const RunOrder::Job run = ToRunOrder(request);
+  RETURN_IF_ERROR(room_.MayEnter(run, request.tokens, order_));
   const uint64_t ticket = ++last_ticket_;
   auto job = std::make_unique<Job>();
   job->request = request;
   job->reserved_at = clock_();
-  order_.Announce(ticket, ToRunOrder(request), job->reserved_at);
+  order_.Announce(ticket, run, job->reserved_at);
+  room_.Enter(ticket, run, request.tokens);
   jobs_.emplace(ticket, std::move(job));
   PublishCount();
   return std::make_unique<Slot>(*this, ticket);
@@ -92,7 +90,7 @@ RunOrder::Job PrefillQueue::ToRunOrder(const Request& request) const {
   return {.tenant = request.tenant,
           .priority = request.priority,
           .work_seconds = request.predicted_seconds,
-          .weight = limits_.tenants.LimitsOf(request.tenant).weight,
+          .weight = room_.limits().tenants.LimitsOf(request.tenant).weight,
           .deadline = request.deadline,
           .submeshes = request.submeshes};
 }
@@ -102,93 +100,6 @@ absl::Status PrefillQueue::CheckUnused(const std::string& id) const {
     if (job->request.id != id) continue;
     return absl::AlreadyExistsError(absl::StrCat(
         "request_id \"", id, "\" is in use by a live request; wait for its end or choose another"));
-  }
-  return absl::OkStatus();
-}
-
-std::optional<absl::Status> PrefillQueue::NoRoomBeside(const Load& queue, const Load& of_tenant,
-                                                       const Request& request) const {
-  if (queue.requests + 1 > limits_.max_requests) {
-    return Refuse(Refusal::kQueueRequests,
-                  absl::StrCat("the queue is full: ", queue.requests, " requests (queue.max_requests is ",
-                               limits_.max_requests, "); try again later"));
-  }
-  if (queue.tokens + request.tokens > limits_.max_tokens) {
-    return Refuse(
-        Refusal::kQueueTokens,
-        absl::StrCat("the queue has no room for ", request.tokens, " tokens beside the ", queue.tokens,
-                     " in it (queue.max_tokens is ", limits_.max_tokens, "); try again later"));
-  }
-  const TenantLimits& tenant = limits_.tenants.LimitsOf(request.tenant);
-  if (of_tenant.requests + 1 > tenant.max_requests) {
-    return Refuse(Refusal::kTenantShare, absl::StrCat("the tenant has ", of_tenant.requests,
-                                                      " requests in the queue (its max_requests is ",
-                                                      tenant.max_requests, "); try again later"));
-  }
-  if (of_tenant.tokens + request.tokens > tenant.max_tokens) {
-    return Refuse(
-        Refusal::kTenantShare,
-        absl::StrCat("the tenant has no room for ", request.tokens, " tokens beside its ", of_tenant.tokens,
-                     " in the queue (its max_tokens is ", tenant.max_tokens, "); try again later"));
-  }
-  return std::nullopt;
-}
-
-absl::Status PrefillQueue::CheckRoom(const Request& request) {
-  const auto retry_after = [](const absl::Status& status, double seconds) {
-    return WithRetryAfter(status, std::max(kLeastRetry, absl::Seconds(seconds)));
-  };
-  const int64_t tenants_tokens = limits_.tenants.LimitsOf(request.tenant).max_tokens;
-  if (request.tokens > limits_.max_tokens) {
-    return Refuse(Refusal::kQueueTokens, absl::StrCat("the queue never has room for ", request.tokens,
-                                                      " tokens (queue.max_tokens is ", limits_.max_tokens,
-                                                      "); send a shorter prompt"));
-  }
-  if (request.tokens > tenants_tokens) {
-    return Refuse(Refusal::kTenantShare,
-                  absl::StrCat("the tenant never has room for ", request.tokens,
-                               " tokens (its max_tokens is ", tenants_tokens, "); send a shorter prompt"));
-  }
-  const absl::Time now = clock_();
-  std::optional<absl::Status> no_room = NoRoomBeside(LoadOf(nullptr), LoadOf(&request.tenant), request);
-  if (no_room.has_value()) {
-    TakePlacesFor(request, now);
-    no_room = NoRoomBeside(LoadOf(nullptr), LoadOf(&request.tenant), request);
-  }
-  if (no_room.has_value()) {
-    return retry_after(*no_room, SecondsUntilRoom(request) +
-                                     retry_line_.Join(request.tenant, request.predicted_seconds, now));
-  }
-  const double max_wait_seconds = absl::ToDoubleSeconds(limits_.max_wait);
-  const double left_seconds = absl::ToDoubleSeconds(request.deadline - now);
-  const double most_seconds = order_.MostWaitSeconds(now);
-  if (most_seconds <= max_wait_seconds && most_seconds + request.predicted_seconds <= left_seconds) {
-    return absl::OkStatus();
-  }
-  const double wait_seconds = order_.WaitSeconds(ToRunOrder(request), now);
-  if (wait_seconds > max_wait_seconds) {
-    return retry_after(
-        Refuse(Refusal::kQueueWait,
-               absl::StrFormat("the predicted wait is %.3g s (queue.max_wait is %.3g s); try again later",
-                               wait_seconds, max_wait_seconds)),
-        wait_seconds - max_wait_seconds);
-  }
-  if (left_seconds <= 0)
-    return absl::DeadlineExceededError("the deadline passed before the request was read");
-  if (request.predicted_seconds > left_seconds) {
-    return Refuse(
-        Refusal::kDeadline,
-        absl::StrFormat("the deadline is in %.3g s, but the prediction is %.3g s of prefill without "
-                        "any waiting; allow more time, or send a shorter prompt",
-                        left_seconds, request.predicted_seconds));
-  }
-  if (wait_seconds + request.predicted_seconds > left_seconds) {
-    return retry_after(
-        Refuse(Refusal::kDeadline,
-               absl::StrFormat("the deadline is in %.3g s, but the prediction is %.3g s of waiting and "
-                               "%.3g s of prefill; allow more time, or try again later",
-                               left_seconds, wait_seconds, request.predicted_seconds)),
-        wait_seconds);
   }
   return absl::OkStatus();
 }
@@ -205,6 +116,7 @@ absl::StatusOr<PrefillQueue::Turn> PrefillQueue::Submit(uint64_t ticket, std::ve
   job.options = options;
   job.options.request_id = job.request.id;
   job.waiter = std::move(waiter);
+  room_.Complete(ticket);
   order_.Complete(ticket, job.submitted_at);
   const std::vector<RunOrder::Turn> turns = order_.TurnsUpTo(ticket, job.submitted_at);
   const RunOrder::Turn& own = turns.back();
@@ -253,82 +165,33 @@ absl::Status PrefillQueue::Pay(uint64_t ticket, int64_t tokens_so_far) {
   const MutexLock lock(mu_);
   const auto entry = jobs_.find(ticket);
   if (entry == jobs_.end()) return PlaceLost();
-  Job& job = *entry->second;
-  const int64_t claim_before = ClaimOf(ticket, job);
-  job.uploaded_tokens = tokens_so_far;
-  if (2 * tokens_so_far >= job.request.tokens) order_.Pay(ticket);
-  const int64_t claim = ClaimOf(ticket, job);
-  if (claim == claim_before) return absl::OkStatus();
-  const int64_t of_tenant = LoadOf(&job.request.tenant).tokens;
-  const int64_t tenants_tokens = limits_.tenants.LimitsOf(job.request.tenant).max_tokens;
-  const bool beyond_share = of_tenant > tenants_tokens;
-  if (!beyond_share && LoadOf(nullptr).tokens <= limits_.max_tokens) {
-    PublishCount();
-    return absl::OkStatus();
-  }
-  return WithRetryAfter(
-      Refuse(beyond_share ? Refusal::kTenantShare : Refusal::kQueueTokens,
-             absl::StrCat("others have taken the room for the rest of this upload, after ", tokens_so_far,
-                          " of ", job.request.tokens, " tokens (",
-                          beyond_share ? absl::StrCat("the tenant's max_tokens is ", tenants_tokens)
-                                       : absl::StrCat("queue.max_tokens is ", limits_.max_tokens),
-                          "); try again later")),
-      std::max(kLeastRetry, absl::Seconds(SecondsUntilRoom(job.request))));
+  if (2 * tokens_so_far >= entry->second->request.tokens) order_.Pay(ticket);
+  const int64_t claim_before = room_.ClaimOf(ticket);
+  RETURN_IF_ERROR(room_.Pay(ticket, tokens_so_far, order_));
+  if (room_.ClaimOf(ticket) != claim_before) PublishCount();
+  return absl::OkStatus();
 }
 
-absl::Status PrefillQueue::PlaceLost() const {
-  if (stopping_) return stop_reason_;  // StopAll drops uploads
-  return WithRetryAfter(
-      Refuse(Refusal::kQueueRequests,
-             absl::StrCat("the queue is full, and the upload was slower than ", kPlaceTokensPerSecond,
-                          " tokens/s: its place went to others; upload without pauses, or try again later")),
-      kUploadGrace);
-}
-
-void PrefillQueue::TakePlacesFor(const Request& request, absl::Time now) {
-  // How far each upload is behind its pace, and its ticket.
-  std::vector<std::pair<absl::Duration, uint64_t>> behind;
-  for (const auto& [ticket, job] : jobs_) {
-    if (order_.state(ticket) != RunOrder::State::kUploading) continue;
-    const double paid_seconds = static_cast<double>(job->uploaded_tokens) / kPlaceTokensPerSecond;
-    const absl::Duration late = now - job->reserved_at - kUploadGrace - absl::Seconds(paid_seconds);
-    if (late > absl::ZeroDuration()) behind.emplace_back(late, ticket);
-  }
-  std::sort(behind.rbegin(), behind.rend());
-  Load queue = LoadOf(nullptr), of_tenant = LoadOf(&request.tenant);
-  std::vector<uint64_t> taken;
-  for (const auto& [late, ticket] : behind) {
-    if (!NoRoomBeside(queue, of_tenant, request).has_value()) break;
-    const Job& job = *jobs_.at(ticket);
-    const bool queue_full = queue.requests + 1 > limits_.max_requests ||  //
-                            queue.tokens + request.tokens > limits_.max_tokens;
-    if (!queue_full && job.request.tenant != request.tenant) continue;
-    for (Load* load : {&queue, &of_tenant}) {
-      if (load == &of_tenant && job.request.tenant != request.tenant) continue;
-      --load->requests;
-      load->tokens -= ClaimOf(ticket, job);
-    }
-    taken.push_back(ticket);
-  }
-  if (NoRoomBeside(queue, of_tenant, request).has_value()) return;
-  for (const uint64_t ticket : taken) {
-    jobs_.erase(ticket);
-    order_.Remove(ticket, now);
-  }
-  PublishCount();
-}
+// StopAll drops uploads, too.
+absl::Status PrefillQueue::PlaceLost() const { return stopping_ ? stop_reason_ : QueueRoom::PlaceLost(); }
 
 void PrefillQueue::Withdraw(uint64_t ticket) {
   std::unique_ptr<Job> gone;  // freed after the lock
   const MutexLock lock(mu_);
   const auto entry = jobs_.find(ticket);
   if (entry == jobs_.end()) return;
-  if (Live(ticket)) return StopLive(ticket, *entry->second);
-  gone = std::move(entry->second);
-  jobs_.erase(entry);
-  order_.Remove(ticket, clock_());
+  if (entry->second->begun) return StopLive(ticket, *entry->second);
+  gone = Remove(ticket);
   GiveTurn();
   PublishCount();
+}
+
+std::unique_ptr<PrefillQueue::Job> PrefillQueue::Remove(uint64_t ticket) {
+  std::unique_ptr<Job> job = std::move(jobs_.at(ticket));
+  jobs_.erase(ticket);
+  room_.Remove(ticket);
+  order_.Remove(ticket, clock_());
+  return job;
 }
 
 void PrefillQueue::Drain() {
@@ -345,15 +208,14 @@ void PrefillQueue::StopAll(const absl::Status& reason) {
     stop_reason_ = reason;
     for (auto entry = jobs_.begin(); entry != jobs_.end();) {
       const uint64_t ticket = entry->first;
-      if (Live(ticket)) {
-        entry->second->stop_reason = reason;
-        StopLive(ticket, *entry->second);
-        ++entry;
-        continue;
+      Job& job = *entry->second;
+      ++entry;
+      if (job.begun) {
+        job.stop_reason = reason;
+        StopLive(ticket, job);
+      } else {
+        dropped.push_back(Remove(ticket));
       }
-      order_.Remove(ticket, clock_());
-      dropped.push_back(std::move(entry->second));
-      entry = jobs_.erase(entry);
     }
     PublishCount();
     changed_.NotifyAll();
@@ -396,6 +258,7 @@ void PrefillQueue::GiveTurn() {
     }
     if (job.begun) continue;  // its thread is about to have the prefill
     job.begun = true;
+    room_.Begin(ticket);
     job.options.submeshes = order_.submeshes(ticket);
     to_begin_.push_back(ticket);
     changed_.NotifyAll();
@@ -450,9 +313,7 @@ void PrefillQueue::RunJob(uint64_t ticket, Job& job) {
   std::unique_ptr<Job> done;
   {
     const MutexLock lock(mu_);
-    done = std::move(jobs_.at(ticket));
-    jobs_.erase(ticket);
-    order_.Remove(ticket, clock_());
+    done = Remove(ticket);
     GiveTurn();
     PublishCount();
     if (!result->ok() && !done->stop_reason.ok()) result = done->stop_reason;
@@ -476,6 +337,7 @@ std::optional<absl::StatusOr<PrefillResult>> PrefillQueue::RunOnEngine(uint64_t 
     const MutexLock lock(mu_);
     if (absl::IsResourceExhausted(prefill.status()) && !alone && !job.stopped) {
       job.begun = false;
+      room_.PutBack(ticket);
       order_.PutBack(ticket, clock_());
       std::erase(computing_, ticket);
       GiveTurn();
@@ -514,83 +376,21 @@ void PrefillQueue::OnLayerDone(uint64_t ticket, Job& job, int layers_done, int l
   waiter->OnLayerDone(layers_done, layers, seconds);
 }
 
-bool PrefillQueue::Live(uint64_t ticket) const { return order_.state(ticket) == RunOrder::State::kLive; }
-
 bool PrefillQueue::Computes(uint64_t ticket) const {
   return std::find(computing_.begin(), computing_.end(), ticket) != computing_.end();
 }
 
-PrefillQueue::Phase PrefillQueue::PhaseOf(uint64_t ticket) const {
-  switch (order_.state(ticket)) {
-    case RunOrder::State::kUploading:
-      return Phase::kUploading;
-    case RunOrder::State::kWaiting:
-      return Phase::kWaiting;
-    case RunOrder::State::kLive:
-      break;
-  }
-  return Computes(ticket) ? Phase::kRunning : Phase::kPaused;
-}
-
-// A place in the queue gets free when its prefill begins.
-double PrefillQueue::SecondsUntilRoom(const Request& request) {
-  Load queue = LoadOf(nullptr), of_tenant = LoadOf(&request.tenant);
-  double seconds = 0;
-  for (const RunOrder::Turn& turn : RecentTurns(clock_())) {
-    if (!jobs_.contains(turn.ticket) || Live(turn.ticket)) continue;
-    seconds = turn.begins_seconds;
-    const Job& begins = *jobs_.at(turn.ticket);
-    for (Load* load : {&queue, &of_tenant}) {
-      if (load == &of_tenant && begins.request.tenant != request.tenant) continue;
-      --load->requests;
-      load->tokens -= ClaimOf(turn.ticket, begins);
-    }
-    if (!NoRoomBeside(queue, of_tenant, request).has_value()) break;
-  }
-  return seconds;
-}
-
-const std::vector<RunOrder::Turn>& PrefillQueue::RecentTurns(absl::Time now) {
-  if (now >= recent_turns_until_) {
-    recent_turns_ = order_.Turns(now);
-    const absl::Time found = clock_();
-    recent_turns_until_ = found + kRefusalsShare * (found - now);
-  }
-  return recent_turns_;
-}
-
-PrefillQueue::Load PrefillQueue::LoadOf(const std::string* tenant) const {
-  Load load;
-  for (const auto& [ticket, job] : jobs_) {
-    if (Live(ticket) || (tenant != nullptr && job->request.tenant != *tenant)) continue;
-    ++load.requests;
-    load.tokens += ClaimOf(ticket, *job);
-  }
-  return load;
-}
-
-int64_t PrefillQueue::ClaimOf(uint64_t ticket, const Job& job) const {
-  if (order_.state(ticket) != RunOrder::State::kUploading) return job.request.tokens;
-  return std::min(job.request.tokens, std::max(kFreeTokens, 2 * job.uploaded_tokens));
+PrefillQueue::Phase PrefillQueue::PhaseOf(uint64_t ticket, const Job& job) const {
+  if (job.begun) return Computes(ticket) ? Phase::kRunning : Phase::kPaused;
+  return order_.state(ticket) == RunOrder::State::kWaiting ? Phase::kWaiting : Phase::kUploading;
 }
 
 void PrefillQueue::PublishCount() {
-  QueueLoad load;
+  metrics_.SetQueue(room_.load());
   int complete = 0;
   for (const auto& [ticket, job] : jobs_) {
-    const RunOrder::State state = order_.state(ticket);
-    if (state != RunOrder::State::kUploading) ++complete;
-    if (state == RunOrder::State::kLive) {
-      load.running_tokens += job->request.tokens;
-      continue;
-    }
-    ++load.requests;
-    load.tokens += ClaimOf(ticket, *job);
-    constexpr int kTop = RunOrder::kTopPriority;
-    ++load.requests_by_class[std::clamp(job->request.priority, -kTop, kTop) + kTop];
-    if (state == RunOrder::State::kWaiting) load.oldest = std::min(load.oldest, job->submitted_at);
+    if (order_.state(ticket) != RunOrder::State::kUploading) ++complete;
   }
-  metrics_.SetQueue(load);
   CountComputing(complete > 1);
 }
 
@@ -606,22 +406,21 @@ PrefillQueue::Snapshot PrefillQueue::snapshot() const {
   const MutexLock lock(mu_);
   const absl::Time now = clock_();
   Snapshot snapshot;
-  const Load load = LoadOf(nullptr);
+  const QueueLoad load = room_.load();
   snapshot.requests = load.requests;
   snapshot.tokens = load.tokens;
   for (const RunOrder::Turn& turn : order_.Turns(now)) {
     const uint64_t ticket = turn.ticket;
     const Job& job = *jobs_.at(ticket);
-    const bool began = Live(ticket);
-    const absl::Time since = began ? std::min(now, job.begin) : job.reserved_at;
+    const absl::Time since = job.begun ? std::min(now, job.begin) : job.reserved_at;
     snapshot.jobs.push_back({.id = job.request.id,
                              .tenant = job.request.tenant,
-                             .phase = PhaseOf(ticket),
+                             .phase = PhaseOf(ticket, job),
                              .tokens = job.request.tokens,
                              .elapsed_seconds = absl::ToDoubleSeconds(now - since),
                              .predicted_rest_seconds = turn.ends_seconds,
                              .layers_done = job.layers_done,
-                             .layers = !began           ? 0
+                             .layers = !job.begun       ? 0
                                        : job.layers > 0 ? job.layers
                                                         : static_cast<int>(engine_.model().layers)});
   }

@@ -6,13 +6,9 @@
 //        │ refused: UNAVAILABLE, ALREADY_EXISTS,    │
 //        │ RESOURCE_EXHAUSTED                       └ Slot.Withdraw at any time
 //
-// A place is taken when the header comes, so that uploads are bounded too. What waits and what uploads count
-// towards the limits, of the queue and of the tenant; what has begun does not. What is predicted of a request
-// is what RunOrder would do if nothing else came.
-//
-// A place is paid for by what is uploaded. An upload counts twice the tokens that have come, at least
-// kFreeTokens and at most those that were announced, and others wait for it once half of it has come. Where
-// the queue is full, an upload that is slower than kPlaceTokensPerSecond loses its place to who comes.
+// A place is taken when the header comes, so that uploads are bounded too: QueueRoom says whether a request
+// may enter, and which uploads lose their places to it. Others wait for an upload once half of it has come.
+// What is predicted of a request is what RunOrder would do if nothing else came.
 //
 // Thread-safe. Waiters are called from the queue's threads, one for each prefill that may live in the engine,
 // or the engine's threads, never under the queue's lock.
@@ -35,9 +31,8 @@
 #include "engine/prefill_engine.h"
 #include "kernels/monotonic_time.h"
 #include "kernels/mutex.h"
-#include "server/api/refusal.h"
+#include "server/api/queue_room.h"
 #include "server/api/run_order.h"
-#include "server/config/tenants.h"
 #include "server/observe/last_prefill.h"
 #include "server/observe/liveness.h"
 #include "server/observe/metrics.h"
@@ -46,20 +41,7 @@ namespace meshfill {
 
 class PrefillQueue {
  public:
-  static constexpr int64_t kFreeTokens = 65536;
-  static constexpr double kPlaceTokensPerSecond = 10000;
-  static constexpr absl::Duration kUploadGrace = absl::Seconds(1);  // until that pace counts
-  // What RetryInfo says at least. Short beside what a pool of short prompts has in its queue: were it longer,
-  // the queue would run empty before those that were refused come again.
-  static constexpr absl::Duration kLeastRetry = absl::Milliseconds(100);
-
-  struct Limits {
-    int64_t max_requests = 64;  // waiting and uploading
-    int64_t max_tokens = 16 << 20;
-    absl::Duration max_wait = absl::Hours(1);
-    absl::Duration max_age = absl::Minutes(10);
-    Tenants tenants;
-  };
+  using Limits = QueueRoom::Limits;
 
   struct Request {
     std::string id;
@@ -162,7 +144,6 @@ class PrefillQueue {
     Request request;
     absl::Time reserved_at;
     absl::Time submitted_at;
-    int64_t uploaded_tokens = 0;
     std::vector<uint32_t> tokens;
     PrefillOptions options;
     std::shared_ptr<Waiter> waiter;  // shared: a stream may end while its prefill is being stopped
@@ -177,10 +158,6 @@ class PrefillQueue {
     absl::Status stop_reason;  // not OK: what the waiter hears instead of the engine's status
   };
   class ProgressObserver;
-  struct Load {
-    int64_t requests = 0;
-    int64_t tokens = 0;
-  };
 
   absl::StatusOr<Turn> Submit(uint64_t ticket, std::vector<uint32_t> tokens, const PrefillOptions& options,
                               std::shared_ptr<Waiter> waiter);
@@ -197,47 +174,30 @@ class PrefillQueue {
   void RunJob(uint64_t ticket, Job& job);
   // nullopt: it could not begin beside those that live, and waits again.
   std::optional<absl::StatusOr<PrefillResult>> RunOnEngine(uint64_t ticket, Job& job);
-  Phase PhaseOf(uint64_t ticket) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  bool Live(uint64_t ticket) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  Phase PhaseOf(uint64_t ticket, const Job& job) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   bool Computes(uint64_t ticket) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
   // Why an upload has no place any more.
   absl::Status PlaceLost() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  // Takes places of uploads that are too slow, the one furthest behind first, until `request` has room; none
-  // where that is not enough.
-  void TakePlacesFor(const Request& request, absl::Time now) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-
   absl::Status CheckUnused(const std::string& id) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  absl::Status CheckRoom(const Request& request) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  // nullopt: the request has room.
-  std::optional<absl::Status> NoRoomBeside(const Load& queue, const Load& of_tenant,
-                                           const Request& request) const;
-  double SecondsUntilRoom(const Request& request) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  // The turns to come. They may be some times as old as it takes to find them: refusals cost the ranks
-  // little.
-  const std::vector<RunOrder::Turn>& RecentTurns(absl::Time now) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  RunOrder::Job ToRunOrder(const Request& request) const;
-  // The tokens that it counts.
-  int64_t ClaimOf(uint64_t ticket, const Job& job) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  // What waits or uploads, of all tenants or of one.
-  Load LoadOf(const std::string* tenant) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // Forgets the request. The caller frees its job, best after the lock.
+  std::unique_ptr<Job> Remove(uint64_t ticket) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  RunOrder::Job ToRunOrder(const Request& request) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void PublishCount() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // Counts the time until now as it was, and goes on as it is.
   void CountComputing(bool others) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
   const Clock clock_;
   PrefillEngine& engine_;
-  const Limits limits_;
   Metrics& metrics_;
   LastPrefill& last_prefill_;
 
   mutable Mutex mu_;
   CondVar changed_;
-  std::map<uint64_t, std::unique_ptr<Job>> jobs_ ABSL_GUARDED_BY(mu_);  // by ticket, which starts at 1
-  RunOrder order_ ABSL_GUARDED_BY(mu_);                                 // orders the same tickets
-  std::vector<RunOrder::Turn> recent_turns_ ABSL_GUARDED_BY(mu_);
-  absl::Time recent_turns_until_ ABSL_GUARDED_BY(mu_) = absl::InfinitePast();
-  RetryLine retry_line_ ABSL_GUARDED_BY(mu_);
+  // The same tickets stand in all three, from Reserve to Remove. They start at 1.
+  std::map<uint64_t, std::unique_ptr<Job>> jobs_ ABSL_GUARDED_BY(mu_);
+  RunOrder order_ ABSL_GUARDED_BY(mu_);
+  QueueRoom room_ ABSL_GUARDED_BY(mu_);
   std::vector<uint64_t> computing_ ABSL_GUARDED_BY(mu_);  // the tickets whose turn it is
   absl::Time counted_until_ ABSL_GUARDED_BY(mu_);
   bool computes_ ABSL_GUARDED_BY(mu_) = false;          // somebody has computed since counted_until_

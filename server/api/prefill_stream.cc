@@ -15,6 +15,7 @@
 #include "server/access/access.h"
 #include "server/api/decoded.h"
 #include "server/api/plan_proto.h"
+#include "server/api/queue_room.h"
 #include "server/api/refusal.h"
 #include "server/api/request_id.h"
 #include "server/api/result_proto.h"
@@ -208,7 +209,7 @@ absl::Status PrefillStream::AdmitKv(const Plan& plan) {
 }
 
 bool PrefillStream::PaysForKv() const {
-  return std::max(2 * std::ssize(tokens_), PrefillQueue::kFreeTokens) >= token_count_;
+  return QueueRoom::UploadClaim(token_count_, std::ssize(tokens_)) == token_count_;
 }
 
 void PrefillStream::GiveKv() {

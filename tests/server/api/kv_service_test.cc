@@ -9,6 +9,7 @@
 #include "kernels/monotonic_time.h"
 #include "server/api/front_end.h"
 #include "server/api/prefill_queue.h"
+#include "server/api/queue_room.h"
 #include "server/config/config.h"
 #include "server/observe/log.h"
 #include "tests/server/api/kv_client.h"
@@ -274,7 +275,7 @@ TEST_F(KvServiceTest, RefusesWhatHasNoRoomBeforeItComputes) {
 TEST_F(KvServiceTest, ALongPromptTakesItsRoomWhenHalfOfItHasCome) {
   StartServer();
   const auto tokens = static_cast<size_t>(FakeEngine::kKvBytes / Shape().LayerBytes(1) / Shape().layers);
-  ASSERT_GT(tokens, static_cast<size_t>(PrefillQueue::kFreeTokens));
+  ASSERT_GT(tokens, static_cast<size_t>(QueueRoom::kFreeTokens));
   for (const bool room_is_left : {true, false}) {
     const auto context = client_->Context();
     const auto upload = client_->stub().Prefill(context.get());

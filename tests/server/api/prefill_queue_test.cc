@@ -9,6 +9,7 @@
 #include "absl/strings/str_cat.h"
 #include "gtest/gtest.h"
 #include "kernels/monotonic_time.h"
+#include "server/api/queue_room.h"
 #include "server/api/refusal.h"
 #include "server/api/status_details.h"
 #include "tests/server/api/prefill_queue_fixture.h"
@@ -147,7 +148,7 @@ TEST_F(PrefillQueueTest, BoundsTokens) {
 
 // An upload counts twice what has come of it, and some tokens that are free.
 TEST_F(PrefillQueueTest, AnAnnouncementHoldsNoTokensThatHaveNotCome) {
-  constexpr int64_t kFree = PrefillQueue::kFreeTokens;
+  constexpr int64_t kFree = QueueRoom::kFreeTokens;
   MakeQueue({.max_tokens = 10 * kFree});
   auto announced = Reserve({.id = "1", .tokens = 9 * kFree});
   EXPECT_EQ(queue_->snapshot().tokens, kFree);
@@ -185,7 +186,7 @@ TEST_F(PrefillQueueTest, ASlowUploadGivesItsPlaceToOthersInAFullQueue) {
     }
   }
   ASSERT_NE(comes, nullptr);
-  EXPECT_GE(MonotonicNow() - begin, PrefillQueue::kUploadGrace);
+  EXPECT_GE(MonotonicNow() - begin, QueueRoom::kUploadGrace);
   EXPECT_TRUE(fast->Pay(kTokens / 2 + 1).ok());
   const absl::Status lost = silent->Pay(1);
   EXPECT_EQ(lost.code(), absl::StatusCode::kResourceExhausted);

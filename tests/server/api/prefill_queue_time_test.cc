@@ -7,6 +7,7 @@
 
 #include "absl/time/clock.h"
 #include "server/api/prefill_queue.h"
+#include "server/api/queue_room.h"
 #include "tests/server/api/prefill_queue_fixture.h"
 
 namespace meshfill {
@@ -50,7 +51,7 @@ TEST_F(PrefillQueueTimeTest, AnUploadHasItsGraceAndThenItsPace) {
   MakeQueue({.max_requests = 1});
   auto slow = Reserve({.id = "slow", .tokens = kUpload});
   ASSERT_TRUE(slow->Pay(20000).ok());  // two seconds at the pace
-  Pass(PrefillQueue::kUploadGrace + absl::Seconds(2));
+  Pass(QueueRoom::kUploadGrace + absl::Seconds(2));
   ExpectRefusedWithRetry({.id = "comes", .tokens = 3}, kLeast, kLeast);
   Pass(absl::Milliseconds(1));
   EXPECT_NE(Reserve({.id = "comes", .tokens = 3}), nullptr);
@@ -73,7 +74,7 @@ TEST_F(PrefillQueueTimeTest, TheUploadThatIsFurthestBehindLosesItsPlace) {
 }
 
 TEST_F(PrefillQueueTimeTest, NobodyLosesAPlaceForWhoHasNoRoomYet) {
-  constexpr int64_t kFree = PrefillQueue::kFreeTokens;
+  constexpr int64_t kFree = QueueRoom::kFreeTokens;
   MakeQueue({.max_tokens = 20 * kFree});
   auto fast = Reserve({.id = "fast", .tokens = 8 * kFree});
   ASSERT_TRUE(fast->Pay(8 * kFree).ok());

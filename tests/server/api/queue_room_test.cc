@@ -1,0 +1,396 @@
+#include "server/api/queue_room.h"
+
+#include <algorithm>
+#include <array>
+#include <map>
+#include <memory>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "gtest/gtest.h"
+#include "server/api/refusal.h"
+#include "server/api/run_order.h"
+#include "server/api/status_details.h"
+#include "tests/engine/random_seed.h"
+
+namespace meshfill {
+namespace {
+
+using State = RunOrder::State;
+using Ticket = QueueRoom::Ticket;
+
+constexpr int64_t kFree = QueueRoom::kFreeTokens;
+const char* const kTenants[] = {"a", "b", "others"};
+
+// A room, the order that predicts for it, and what the test knows of each request.
+class QueueRoomTest : public testing::Test {
+ protected:
+  struct Known {
+    RunOrder::Job job;
+    int64_t tokens = 0;
+    absl::Time entered_at;
+    State state = State::kUploading;
+    int64_t uploaded_tokens = 0;
+    absl::Time complete_at;
+  };
+  struct Sum {
+    int64_t requests = 0;
+    int64_t tokens = 0;
+  };
+
+  void MakeRoom(const QueueRoom::Limits& limits) {
+    limits_ = limits;
+    room_ = std::make_unique<QueueRoom>(limits, [this] { return now_; });
+  }
+
+  // Small bounds of the queue and of two tenants.
+  QueueRoom::Limits DrawLimits() {
+    v1::Config config;
+    config.mutable_tenant_limits()->set_max_requests(Draw(random_, 2, 12));
+    (*config.mutable_tenants())["a"].set_max_tokens(Draw(random_, 1 * kFree, 20 * kFree));
+    (*config.mutable_tenants())["b"].set_max_requests(Draw(random_, 1, 6));
+    return {.max_requests = Draw<int64_t>(random_, 1, 12),
+            .max_tokens = Draw(random_, 2 * kFree, 30 * kFree),
+            .tenants = Tenants(config)};
+  }
+
+  const TenantLimits& Share(const std::string& tenant) const { return limits_.tenants.LimitsOf(tenant); }
+
+  Ticket Enter(const RunOrder::Job& job, int64_t tokens) {
+    const Ticket ticket = ++last_ticket_;
+    room_->Enter(ticket, job, tokens);
+    order_.Announce(ticket, job, now_);
+    known_[ticket] = {.job = job, .tokens = tokens, .entered_at = now_};
+    return ticket;
+  }
+  void Complete(Ticket ticket) {
+    room_->Complete(ticket);
+    order_.Complete(ticket, now_);
+    known_.at(ticket).state = State::kWaiting;
+    known_.at(ticket).complete_at = now_;
+  }
+  void Remove(Ticket ticket) {
+    room_->Remove(ticket);
+    order_.Remove(ticket, now_);
+    known_.erase(ticket);
+  }
+  // Those whose turn it is begin.
+  void Choose() {
+    order_.Choose(now_);
+    for (auto& [ticket, known] : known_) {
+      if (order_.state(ticket) != State::kLive || known.state == State::kLive) continue;
+      room_->Begin(ticket);
+      known.state = State::kLive;
+    }
+  }
+
+  static int64_t Claim(const Known& known) {
+    if (known.state == State::kLive) return 0;
+    if (known.state == State::kWaiting) return known.tokens;
+    return std::clamp(2 * known.uploaded_tokens, std::min(kFree, known.tokens), known.tokens);
+  }
+  // The claims of all but some, of one tenant where it is given.
+  Sum Claims(const std::string& tenant = "", const std::vector<Ticket>& without = {}) const {
+    Sum sum;
+    for (const auto& [ticket, known] : known_) {
+      if (known.state == State::kLive || (!tenant.empty() && known.job.tenant != tenant)) continue;
+      if (std::count(without.begin(), without.end(), ticket) > 0) continue;
+      ++sum.requests;
+      sum.tokens += Claim(known);
+    }
+    return sum;
+  }
+  bool QueueHasRoom(int64_t tokens, const std::vector<Ticket>& without = {}) const {
+    const Sum all = Claims("", without);
+    return all.requests < limits_.max_requests && all.tokens + tokens <= limits_.max_tokens;
+  }
+  bool HasRoom(const std::string& tenant, int64_t tokens, const std::vector<Ticket>& without = {}) const {
+    const Sum own = Claims(tenant, without);
+    return QueueHasRoom(tokens, without) && own.requests < Share(tenant).max_requests &&
+           own.tokens + tokens <= Share(tenant).max_tokens;
+  }
+  absl::Duration Late(const Known& known) const {
+    return now_ - known.entered_at - QueueRoom::kUploadGrace -
+           absl::Seconds(static_cast<double>(known.uploaded_tokens) / QueueRoom::kPlaceTokensPerSecond);
+  }
+  std::vector<Ticket> LateUploads() const {
+    std::vector<Ticket> late;
+    for (const auto& [ticket, known] : known_) {
+      if (known.state == State::kUploading && Late(known) > absl::ZeroDuration()) late.push_back(ticket);
+    }
+    return late;
+  }
+  std::vector<Ticket> In(State state) const {
+    std::vector<Ticket> tickets;
+    for (const auto& [ticket, known] : known_) {
+      if (known.state == state) tickets.push_back(ticket);
+    }
+    return tickets;
+  }
+
+  // ---- What holds after each step, and of each newcomer.
+  void ExpectClaimsAddUp() const {
+    const QueueLoad load = room_->load();
+    int64_t running_tokens = 0;
+    absl::Time oldest = absl::InfiniteFuture();
+    std::array<int64_t, 5> by_class{};
+    for (const auto& [ticket, known] : known_) {
+      EXPECT_EQ(room_->ClaimOf(ticket), Claim(known));
+      if (known.state == State::kLive) running_tokens += known.tokens;
+      if (known.state != State::kLive) ++by_class[known.job.priority + RunOrder::kTopPriority];
+      if (known.state == State::kWaiting) oldest = std::min(oldest, known.complete_at);
+    }
+    EXPECT_EQ(load.requests, Claims().requests);
+    EXPECT_EQ(load.tokens, Claims().tokens);
+    EXPECT_EQ(load.running_tokens, running_tokens);
+    EXPECT_EQ(load.requests_by_class, by_class);
+    EXPECT_EQ(load.oldest, oldest);
+  }
+
+  void ExpectPlacesAreTakenForRoomAlone(const std::string& tenant, int64_t tokens,
+                                        const std::vector<Ticket>& taken) const {
+    const std::vector<Ticket> late = LateUploads();
+    if (taken.empty()) {
+      EXPECT_TRUE(HasRoom(tenant, tokens) || !HasRoom(tenant, tokens, late)) << "they would have made room";
+      return;
+    }
+    EXPECT_TRUE(HasRoom(tenant, tokens, taken)) << "places were taken for nothing";
+    std::vector<Ticket> gone;
+    for (const Ticket ticket : taken) {
+      EXPECT_EQ(std::count(late.begin(), late.end(), ticket), 1) << "it was not late";
+      EXPECT_FALSE(HasRoom(tenant, tokens, gone)) << "one place less would do";
+      const bool queue_full = !QueueHasRoom(tokens, gone);
+      EXPECT_TRUE(queue_full || known_.at(ticket).job.tenant == tenant) << "the share of another was full";
+      for (const Ticket other : late) {
+        if (std::count(gone.begin(), gone.end(), other) > 0) continue;
+        if (!queue_full && known_.at(other).job.tenant != tenant) continue;
+        EXPECT_LE(Late(known_.at(other)), Late(known_.at(ticket))) << "another was further behind";
+      }
+      gone.push_back(ticket);
+    }
+  }
+
+  void ExpectRefusedByTheFirstLimit(const absl::Status& refused, const std::string& tenant, int64_t tokens) {
+    EXPECT_EQ(refused.code(), absl::StatusCode::kResourceExhausted) << refused;
+    const bool never = tokens > limits_.max_tokens || tokens > Share(tenant).max_tokens;
+    const Refusal first = tokens > limits_.max_tokens                     ? Refusal::kQueueTokens
+                          : never                                         ? Refusal::kTenantShare
+                          : Claims().requests >= limits_.max_requests     ? Refusal::kQueueRequests
+                          : Claims().tokens + tokens > limits_.max_tokens ? Refusal::kQueueTokens
+                                                                          : Refusal::kTenantShare;
+    EXPECT_EQ(RefusalOf(refused), first) << refused;
+    EXPECT_EQ(RetryAfter(refused).has_value(), !never) << refused;
+    EXPECT_GE(RetryAfter(refused).value_or(absl::InfiniteDuration()), QueueRoom::kLeastRetry);
+  }
+
+  // A request comes: whether it has entered.
+  bool Come(const RunOrder::Job& job, int64_t tokens) {
+    const std::vector<Ticket> taken = room_->PlacesToTakeFor(job.tenant, tokens);
+    ExpectPlacesAreTakenForRoomAlone(job.tenant, tokens, taken);
+    for (const Ticket ticket : taken) Remove(ticket);
+    const absl::Status may_enter = room_->MayEnter(job, tokens, order_);
+    EXPECT_EQ(may_enter.ok(), HasRoom(job.tenant, tokens)) << may_enter;
+    if (!may_enter.ok()) {
+      ExpectRefusedByTheFirstLimit(may_enter, job.tenant, tokens);
+      return false;
+    }
+    Enter(job, tokens);
+    return true;
+  }
+
+  // A part of an upload comes: whether it may go on.
+  bool Pay(Ticket ticket, int64_t tokens_so_far) {
+    Known& known = known_.at(ticket);
+    const int64_t before = Claim(known);
+    known.uploaded_tokens = tokens_so_far;
+    const absl::Status paid = room_->Pay(ticket, tokens_so_far, order_);
+    const bool of_share = Claims(known.job.tenant).tokens <= Share(known.job.tenant).max_tokens;
+    EXPECT_EQ(paid.ok(), Claim(known) == before || (of_share && Claims().tokens <= limits_.max_tokens));
+    if (paid.ok()) return true;
+    EXPECT_EQ(RefusalOf(paid), of_share ? Refusal::kQueueTokens : Refusal::kTenantShare) << paid;
+    EXPECT_GE(RetryAfter(paid).value_or(absl::ZeroDuration()), QueueRoom::kLeastRetry) << paid;
+    return false;
+  }
+
+  RunOrder::Job DrawJob() {
+    return {.tenant = kTenants[Draw(random_, 0, 2)],
+            .priority = Draw(random_, -RunOrder::kTopPriority, RunOrder::kTopPriority),
+            .work_seconds = 0.1 * Draw(random_, 1, 200)};
+  }
+
+  std::mt19937_64 random_{TestSeed()};
+  absl::Time now_ = absl::UnixEpoch() + absl::Hours(1);
+  QueueRoom::Limits limits_;
+  std::unique_ptr<QueueRoom> room_;
+  RunOrder order_{{.most_live = 2}};
+  std::map<Ticket, Known> known_;
+  Ticket last_ticket_ = 0;
+};
+
+TEST_F(QueueRoomTest, AnUploadClaimsBetweenTheFreeTokensAndWhatItAnnounced) {
+  for (int i = 0; i < 1000; ++i) {
+    const int64_t announced = Draw<int64_t>(random_, 1, 10 * kFree);
+    const int64_t uploaded = Draw<int64_t>(random_, 0, announced);
+    const int64_t claim = QueueRoom::UploadClaim(announced, uploaded);
+    EXPECT_LE(claim, announced);
+    EXPECT_GE(claim, std::min(announced, kFree));
+    EXPECT_GE(claim, uploaded);
+    EXPECT_EQ(claim == announced, 2 * uploaded >= announced || announced <= kFree);
+    EXPECT_LE(claim, QueueRoom::UploadClaim(announced, uploaded + 1)) << "it never shrinks";
+  }
+}
+
+TEST_F(QueueRoomTest, RulesHoldOverAnySequence) {
+  int entered = 0, refused = 0, paid = 0, unpaid = 0;
+  for (int sequence = 0; sequence < 60; ++sequence) {
+    while (!known_.empty()) Remove(known_.begin()->first);
+    MakeRoom(DrawLimits());
+    for (int step = 0; step < 200 && !HasFailure(); ++step) {
+      now_ += absl::Milliseconds(Draw(random_, 0, 2000));
+      const std::vector<Ticket> uploads = In(State::kUploading), waiting = In(State::kWaiting),
+                                live = In(State::kLive);
+      const auto one_of = [&](const auto& all) { return all[Draw<size_t>(random_, 0, all.size() - 1)]; };
+      const int action = Draw(random_, 0, 9);
+      if (action < 4) {
+        ++(Come(DrawJob(), Draw<int64_t>(random_, 1, 12 * kFree)) ? entered : refused);
+      } else if (action < 6 && !uploads.empty()) {
+        const Ticket ticket = one_of(uploads);
+        const Known& known = known_.at(ticket);
+        const bool goes_on = Pay(ticket, Draw(random_, known.uploaded_tokens, known.tokens));
+        ++(goes_on ? paid : unpaid);
+        if (!goes_on && Draw(random_, 0, 1) == 0) Remove(ticket);
+      } else if (action == 6 && !uploads.empty()) {
+        Complete(one_of(uploads));
+      } else if (action == 7) {
+        Choose();
+      } else if (action == 8 && live.size() > 1) {
+        const Ticket ticket = one_of(live);
+        room_->PutBack(ticket);
+        order_.PutBack(ticket, now_);
+        known_.at(ticket).state = State::kWaiting;
+      } else if (action == 9 && !known_.empty()) {
+        Remove(one_of(std::vector<Ticket>{known_.begin()->first, known_.rbegin()->first}));
+      }
+      ExpectClaimsAddUp();
+    }
+  }
+  // Each way of a rule was met.
+  EXPECT_GT(entered, 100);
+  EXPECT_GT(refused, 100);
+  EXPECT_GT(paid, 100);
+  EXPECT_GT(unpaid, 10);
+}
+
+// Where clients upload what they announced, and leave when they are refused.
+TEST_F(QueueRoomTest, NoLimitIsEverExceeded) {
+  for (int sequence = 0; sequence < 30; ++sequence) {
+    while (!known_.empty()) Remove(known_.begin()->first);
+    MakeRoom(DrawLimits());
+    for (int step = 0; step < 300 && !HasFailure(); ++step) {
+      now_ += absl::Milliseconds(Draw(random_, 0, 500));
+      Come(DrawJob(), Draw<int64_t>(random_, 1, 12 * kFree));
+      for (const Ticket ticket : In(State::kUploading)) {
+        const Known& known = known_.at(ticket);
+        const int64_t more = Draw<int64_t>(random_, 0, kFree);
+        if (!Pay(ticket, std::min(known.tokens, known.uploaded_tokens + more))) {
+          Remove(ticket);
+        } else if (known.uploaded_tokens == known.tokens) {
+          Complete(ticket);
+        }
+      }
+      if (Draw(random_, 0, 3) == 0) Choose();
+      const std::vector<Ticket> live = In(State::kLive);
+      if (live.size() > 1) Remove(live.front());
+      EXPECT_LE(room_->load().requests, limits_.max_requests);
+      EXPECT_LE(room_->load().tokens, limits_.max_tokens);
+      for (const char* tenant : kTenants) {
+        EXPECT_LE(Claims(tenant).requests, Share(tenant).max_requests);
+        EXPECT_LE(Claims(tenant).tokens, Share(tenant).max_tokens);
+      }
+    }
+  }
+}
+
+// The room is there when enough of those that wait have begun, and not before.
+TEST_F(QueueRoomTest, RetryIsWhenTheFirstTurnsHaveMadeRoom) {
+  for (int sequence = 0; sequence < 50 && !HasFailure(); ++sequence) {
+    while (!known_.empty()) Remove(known_.begin()->first);
+    MakeRoom(DrawLimits());
+    for (int i = 0; i < 12; ++i) {
+      RunOrder::Job job = DrawJob();
+      job.work_seconds += 1;
+      const int64_t tokens = Draw<int64_t>(random_, 1, 6 * kFree);
+      if (HasRoom(job.tenant, tokens)) Complete(Enter(job, tokens));
+      Choose();
+    }
+    const int64_t tokens = Draw<int64_t>(random_, 1, kFree);
+    for (const char* tenant : kTenants) {
+      if (HasRoom(tenant, tokens)) continue;
+      const absl::Status refused = room_->MayEnter({.tenant = tenant, .work_seconds = 1}, tokens, order_);
+      const double told = absl::ToDoubleSeconds(RetryAfter(refused).value_or(absl::ZeroDuration()));
+      std::vector<Ticket> begun;
+      double until_room = 0;
+      for (const RunOrder::Turn& turn : order_.Turns(now_)) {
+        if (HasRoom(tenant, tokens, begun)) break;
+        if (known_.at(turn.ticket).state == State::kLive) continue;
+        begun.push_back(turn.ticket);
+        until_room = turn.begins_seconds;
+      }
+      EXPECT_NEAR(told, std::max(until_room, absl::ToDoubleSeconds(QueueRoom::kLeastRetry)), 1e-6);
+    }
+  }
+}
+
+TEST_F(QueueRoomTest, OneMayEnterWhoseTurnComesSoonEnough) {
+  int enough = 0, too_long = 0, too_late = 0;
+  for (int sequence = 0; sequence < 1000 && !HasFailure(); ++sequence) {
+    while (!known_.empty()) Remove(known_.begin()->first);
+    // Waits and work are tenths of a second. The bounds are not, so that rounding decides nothing.
+    MakeRoom({.max_wait = absl::Seconds(Draw(random_, 1, 60) + 0.03)});
+    for (int i = Draw(random_, 0, 8); i > 0; --i) Complete(Enter(DrawJob(), kFree));
+    Choose();
+    RunOrder::Job job = DrawJob();
+    job.deadline = now_ + absl::Seconds(Draw(random_, -1, 100) + 0.05);
+    const double left = absl::ToDoubleSeconds(job.deadline - now_);
+    const double wait = order_.WaitSeconds(job, now_);
+    const double max_wait = absl::ToDoubleSeconds(limits_.max_wait);
+    const absl::Status may_enter = room_->MayEnter(job, kFree, order_);
+    EXPECT_EQ(may_enter.ok(), wait <= max_wait && wait + job.work_seconds <= left) << may_enter;
+    if (may_enter.ok()) {
+      ++enough;
+      continue;
+    }
+    ++(wait > max_wait ? too_long : too_late);
+    EXPECT_EQ(RefusalOf(may_enter), wait > max_wait ? Refusal::kQueueWait : Refusal::kDeadline) << may_enter;
+    // Until the wait is short enough, or until it is over; never where the work alone is too long.
+    const double retry = wait > max_wait ? wait - max_wait : job.work_seconds <= left ? wait : 0;
+    const absl::Duration least = retry > 0 ? QueueRoom::kLeastRetry : absl::ZeroDuration();
+    EXPECT_NEAR(absl::ToDoubleSeconds(RetryAfter(may_enter).value_or(absl::ZeroDuration())),
+                std::max(retry, absl::ToDoubleSeconds(least)), 1e-6);
+  }
+  EXPECT_GT(enough, 10);
+  EXPECT_GT(too_long, 10);
+  EXPECT_GT(too_late, 10);
+}
+
+// Turns that took 1 ms to find tell refusals for 20 ms more.
+TEST_F(QueueRoomTest, RefusalsFindTurnsForATwentiethOfTheTime) {
+  limits_ = {.max_requests = 1};
+  room_ = std::make_unique<QueueRoom>(limits_, [this] { return now_ += absl::Milliseconds(1); });
+  Complete(Enter({.work_seconds = 100}, 1));
+  Choose();
+  Complete(Enter({.work_seconds = 100}, 1));
+  const auto told = [&](const std::string& tenant) {
+    const absl::Status refused = room_->MayEnter({.tenant = tenant}, 1, order_);
+    return absl::ToDoubleSeconds(RetryAfter(refused).value_or(absl::ZeroDuration()));
+  };
+  EXPECT_NEAR(told("a"), 100, 0.1);
+  order_.SetDone(known_.begin()->first, 0.5, now_ += absl::Milliseconds(1));  // much faster than predicted
+  EXPECT_NEAR(told("b"), 100, 0.1);
+  now_ += absl::Milliseconds(21);
+  EXPECT_LT(told("c"), 60);
+}
+
+}  // namespace
+}  // namespace meshfill
