@@ -15,6 +15,7 @@
 #include "engine/model/make_model.h"
 #include "engine/prefill_engine.h"
 #include "engine/weight_choice.h"
+#include "tests/engine/devices/far_platform.h"
 #include "tests/engine/kept_kv.h"
 #include "tests/engine/random_seed.h"
 #include "tests/engine/stop_after_a_layer.h"
@@ -178,6 +179,50 @@ TEST_F(StreamedEngineTest, AnEmbeddedPoolSharesNoWeights) {
                                           .peak_flops = 1e12});
   EXPECT_TRUE(absl::IsInvalidArgument(engine.status())) << engine.status();
   EXPECT_NE(engine.status().message().find("set resident, streamed or auto"), std::string::npos);
+}
+
+// Devices with memory of their own keep a half of the weights each, and copy the other's. (On GPUs:
+// cuda_engine_test.)
+TEST_F(StreamedEngineTest, DevicesThatAreApartShareTheWeights) {
+  RegisterFarPlatform();
+  EngineOptions options = {.model_path = path_,
+                           .ranks = 3,
+                           .device = "far_pair",
+                           .weights = WeightMode::kResident,
+                           .stripe = 16,
+                           .peak_flops = 1e12,
+                           .kv_host_memory_bytes = 1 << 26,
+                           .threads = 2,
+                           .speed = PoolSpeed()};
+  const auto resident = LoadEmbeddedEngine(options);
+  options.weights = WeightMode::kSharded;
+  const auto shared = LoadEmbeddedEngine(options);
+  ASSERT_TRUE(resident.ok() && shared.ok()) << resident.status() << shared.status();
+  std::mt19937_64 random(TestSeed());
+  for (int prompts = 0; prompts < 2; ++prompts) {
+    const std::vector<uint32_t> prompt = RandomPrompt(Draw(random, 1, 400), kVocab, random);
+    const auto expected = PrefillKeepingKv(**resident, prompt), actual = PrefillKeepingKv(**shared, prompt);
+    ASSERT_TRUE(expected.ok() && actual.ok()) << expected.status() << actual.status();
+    ExpectSameBits(*actual, *expected);
+  }
+  const auto plan = (*shared)->MakePlan(500, {}), of_resident = (*resident)->MakePlan(500, {});
+  ASSERT_TRUE(plan.ok() && of_resident.ok()) << plan.status() << of_resident.status();
+  EXPECT_EQ(plan->weights.mode, WeightMode::kSharded);
+  EXPECT_GT(plan->weights.loaded_bytes, of_resident->weights.loaded_bytes / 2);  // beside two tables
+  EXPECT_LT(plan->weights.loaded_bytes, of_resident->weights.loaded_bytes);
+  EXPECT_GT(plan->weights.layer_seconds, 0);
+  EXPECT_EQ(plan->weights.layer_busy_seconds, 0) << "the ranks' cores are not the host's";
+  EXPECT_EQ(plan->plan.predicted.comm_bytes[Traffic::kGather], 0) << "none leave the process";
+  const auto capacity = CapacityWithoutWeights(options, (*shared)->model());
+  ASSERT_TRUE(capacity.ok()) << capacity.status();
+  EXPECT_EQ(capacity->weights.mode, WeightMode::kSharded);
+  EXPECT_EQ(capacity->weights.loaded_bytes, plan->weights.loaded_bytes);
+  EXPECT_GT(capacity->weights.layer_seconds, 0);
+  ASSERT_EQ(capacity->weight_modes.size(), 3u);
+  options.device = "far";
+  const absl::Status alone = LoadEmbeddedEngine(options).status();
+  EXPECT_TRUE(absl::IsInvalidArgument(alone)) << alone;
+  EXPECT_THAT(std::string(alone.message()), HasSubstr("one far 0, which has nobody to share with"));
 }
 
 // Whoever runs the pool hears what became of auto.

@@ -3,6 +3,7 @@
 #ifndef MESHFILL_TESTS_ENGINE_DEVICES_FAR_PLATFORM_H_
 #define MESHFILL_TESTS_ENGINE_DEVICES_FAR_PLATFORM_H_
 
+#include <algorithm>
 #include <memory>
 #include <string>
 #include <utility>
@@ -17,16 +18,16 @@ namespace meshfill {
 
 class FarDevices final : public PoolDevices {
  public:
-  explicit FarDevices(std::unique_ptr<PoolDevices> cpus) : cpus_(std::move(cpus)) {}
+  FarDevices(std::unique_ptr<PoolDevices> cpus, int count) : cpus_(std::move(cpus)), count_(count) {}
 
-  int count() const override { return cpus_->count(); }
+  int count() const override { return count_; }
   std::string DeviceName(int device) const override { return absl::StrCat("far ", device); }
   std::optional<DType> dtype() const override { return cpus_->dtype(); }
   bool in_host_memory() const override { return false; }
 
   absl::Status CheckModel(const ModelShape& shape) const override { return cpus_->CheckModel(shape); }
-  absl::StatusOr<std::unique_ptr<Device>> Make(int device, DType dtype) const override {
-    return cpus_->Make(device, dtype);
+  absl::StatusOr<std::unique_ptr<Device>> Make(int /*device*/, DType dtype) const override {
+    return cpus_->Make(0, dtype);
   }
   DType WeightDType(DType dtype) const override { return cpus_->WeightDType(dtype); }
   int64_t WidenedBytes(const ModelShape& shape) const override { return cpus_->WidenedBytes(shape); }
@@ -56,21 +57,30 @@ class FarDevices final : public PoolDevices {
 
  private:
   const std::unique_ptr<PoolDevices> cpus_;
+  const int count_;
 };
 
-// Named "far".
 class FarPlatform final : public Platform {
  public:
-  std::string name() const override { return "far"; }
+  FarPlatform(std::string name, int devices) : name_(std::move(name)), devices_(devices) {}
+  std::string name() const override { return name_; }
   absl::StatusOr<std::unique_ptr<PoolDevices>> Find(const DeviceRequest& request) const override {
     ASSIGN_OR_RETURN(std::unique_ptr<PoolDevices> cpus, MakeCpuPlatform()->Find(request));
-    return std::make_unique<FarDevices>(std::move(cpus));
+    return std::make_unique<FarDevices>(std::move(cpus), std::min(devices_, request.ranks));
   }
+
+ private:
+  const std::string name_;
+  const int devices_;
 };
 
-// Once for each process, whoever calls it.
+// "far" is one device, "far_pair" two. Once for each process, whoever calls it.
 inline void RegisterFarPlatform() {
-  [[maybe_unused]] static const bool registered = (RegisterPlatform(std::make_unique<FarPlatform>()), true);
+  [[maybe_unused]] static const bool registered = [] {
+    RegisterPlatform(std::make_unique<FarPlatform>("far", 1));
+    RegisterPlatform(std::make_unique<FarPlatform>("far_pair", 2));
+    return true;
+  }();
 }
 
 }  // namespace meshfill
