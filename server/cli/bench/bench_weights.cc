@@ -144,10 +144,8 @@ class LocalPool {
 class BenchWeightsCommand : public Command {
  public:
   explicit BenchWeightsCommand(CLI::App& parent)
-      : Command(parent.add_subcommand("weights",
-                                      "Prompts with weights that are streamed, or shared by workers or GPUs, "
-                                      "beside the same with weights that "
-                                      "stay")) {
+      : Command(parent.add_subcommand(
+            "weights", "Weights that stream, or that workers or GPUs share, beside the same that stay")) {
     config_.AddTo(*app_)->required();
     AddCount(*app_, "--tokens", tokens_, "Tokens of a prompt");
     AddCount(*app_, "--rounds", rounds_, "Prompts of each");

@@ -1,16 +1,47 @@
-// Products with the matrices of a part of the weights, by which tests compare parts.
+// What tests of weights that are shared have in common: a model with odd cuts, and products with the matrices
+// of a part, by which parts are compared.
 #ifndef MESHFILL_TESTS_ENGINE_RUN_PART_PRODUCTS_H_
 #define MESHFILL_TESTS_ENGINE_RUN_PART_PRODUCTS_H_
 
 #include <gtest/gtest.h>
 
 #include <cstddef>
+#include <string>
 #include <vector>
 
+#include "engine/model/family.h"
+#include "engine/model/make_model.h"
 #include "engine/model/weight_feed.h"
 #include "kernels/stream.h"
 
 namespace meshfill {
+
+inline constexpr int64_t kHidden = 64;
+inline constexpr int64_t kVocab = 1304;  // of GPUs a multiple of eight
+inline constexpr int kLayers = 4;
+
+struct SharedModelCase {
+  ModelFamily family;
+  DType dtype = DType::kF32;  // of the weights
+};
+
+inline std::string NameOf(const testing::TestParamInfo<SharedModelCase>& info) {
+  return std::string(FamilyOf(info.param.family).name) + "_" + DTypeName(info.param.dtype);
+}
+
+inline absl::Status MakeSharedModel(const SharedModelCase& of, const std::string& path) {
+  return MakeModel({.family = of.family,
+                    .layers = kLayers,
+                    .hidden = kHidden,
+                    .intermediate = 640,
+                    .q_heads = 8,
+                    .kv_heads = 2,
+                    .head_dim = 96,
+                    .vocab = kVocab,
+                    .experts = FamilyOf(of.family).has_experts ? 5 : 0,
+                    .dtype = of.dtype},
+                   path);
+}
 
 // Of one token.
 inline std::vector<float> ProductWith(Stream& stream, const PackedWeight& weight) {

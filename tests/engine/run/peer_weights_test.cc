@@ -29,27 +29,11 @@ namespace {
 using testing::HasSubstr;
 
 constexpr absl::Duration kLong = absl::Minutes(1);
-constexpr int kLayers = 4;
 
-struct ModelCase {
-  ModelFamily family;
-  DType dtype = DType::kF32;  // of the weights
-};
-
-class PeerWeightsTest : public testing::TestWithParam<ModelCase> {
+class PeerWeightsTest : public testing::TestWithParam<SharedModelCase> {
  protected:
   void SetUp() override {
-    const absl::Status made = MakeModel({.family = GetParam().family,
-                                         .layers = kLayers,
-                                         .hidden = 64,
-                                         .intermediate = 640,
-                                         .q_heads = 8,
-                                         .kv_heads = 2,
-                                         .head_dim = 96,
-                                         .vocab = 1304,
-                                         .experts = FamilyOf(GetParam().family).has_experts ? 5 : 0,
-                                         .dtype = GetParam().dtype},
-                                        path_);
+    const absl::Status made = MakeSharedModel(GetParam(), path_);
     ASSERT_TRUE(made.ok()) << made;
   }
 
@@ -107,12 +91,12 @@ class PeerWeightsTest : public testing::TestWithParam<ModelCase> {
 };
 
 INSTANTIATE_TEST_SUITE_P(Models, PeerWeightsTest,
-                         testing::Values(ModelCase{ModelFamily::kLlama}, ModelCase{ModelFamily::kQwen3Moe},
-                                         ModelCase{ModelFamily::kQwen3Moe, DType::kF8E4M3}),
-                         [](const auto& param) {
-                           return std::string(FamilyOf(param.param.family).name) + "_" +
-                                  DTypeName(param.param.dtype);
-                         });
+                         testing::Values(SharedModelCase{ModelFamily::kLlama},
+                                         SharedModelCase{ModelFamily::kQwen3Moe},
+                                         SharedModelCase{ModelFamily::kQwen2},
+                                         SharedModelCase{ModelFamily::kQwen3Moe, DType::kF8E4M3},
+                                         SharedModelCase{ModelFamily::kGptOss, DType::kF4E2M1}),
+                         NameOf);
 
 // 9 devices: more than a layer has panels. Not every device is in the run; some have two readers; some
 // readers read no LM head, and some leave early.

@@ -35,30 +35,12 @@ namespace {
 using testing::HasSubstr;
 
 constexpr absl::Duration kLong = absl::Minutes(1);
-constexpr int64_t kHidden = 64;
-constexpr int64_t kVocab = 1300;
-constexpr int kLayers = 4;
-
-struct ModelCase {
-  ModelFamily family;
-  DType dtype = DType::kF32;  // of the weights
-};
 
 // One model, and as many workers of it as a test wants.
-class ShardedWeightsTest : public testing::TestWithParam<ModelCase> {
+class ShardedWeightsTest : public testing::TestWithParam<SharedModelCase> {
  protected:
   void SetUp() override {
-    const absl::Status made = MakeModel({.family = GetParam().family,
-                                         .layers = kLayers,
-                                         .hidden = kHidden,
-                                         .intermediate = 640,
-                                         .q_heads = 8,
-                                         .kv_heads = 2,
-                                         .head_dim = 96,
-                                         .vocab = kVocab,
-                                         .experts = FamilyOf(GetParam().family).has_experts ? 5 : 0,
-                                         .dtype = GetParam().dtype},
-                                        path_);
+    const absl::Status made = MakeSharedModel(GetParam(), path_);
     ASSERT_TRUE(made.ok()) << made;
   }
 
@@ -165,12 +147,14 @@ class ShardedWeightsTest : public testing::TestWithParam<ModelCase> {
 };
 
 INSTANTIATE_TEST_SUITE_P(Families, ShardedWeightsTest,
-                         testing::Values(ModelCase{ModelFamily::kLlama}, ModelCase{ModelFamily::kQwen2},
-                                         ModelCase{ModelFamily::kMixtral}, ModelCase{ModelFamily::kGemma3},
-                                         ModelCase{ModelFamily::kGptOss},
-                                         ModelCase{ModelFamily::kQwen2, DType::kF8E4M3},
-                                         ModelCase{ModelFamily::kMixtral, DType::kF8E4M3},
-                                         ModelCase{ModelFamily::kGptOss, DType::kF4E2M1}),
+                         testing::Values(SharedModelCase{ModelFamily::kLlama},
+                                         SharedModelCase{ModelFamily::kQwen2},
+                                         SharedModelCase{ModelFamily::kMixtral},
+                                         SharedModelCase{ModelFamily::kGemma3},
+                                         SharedModelCase{ModelFamily::kGptOss},
+                                         SharedModelCase{ModelFamily::kQwen2, DType::kF8E4M3},
+                                         SharedModelCase{ModelFamily::kMixtral, DType::kF8E4M3},
+                                         SharedModelCase{ModelFamily::kGptOss, DType::kF4E2M1}),
                          [](const auto& param) {
                            const std::string name = FamilyOf(param.param.family).name;
                            return name + "_" + DTypeName(param.param.dtype);
