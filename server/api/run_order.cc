@@ -17,9 +17,6 @@ constexpr size_t kMostTenants = 4096;  // tenants whose leads are kept, beside t
 constexpr double kRestToSpare = 1.25;  // before a deadline
 constexpr int kLooks = 32;             // how often RunAhead looks at whose turn it is
 constexpr double kLeastLookSeconds = 0.1;  // least time between two looks: no rank changes much before
-constexpr double kLongestBeside = 2;       // longest prefill on a sub-mesh beside the first, by its seconds
-constexpr double kLeastGain = 0.95;        // sub-meshes are taken where the mean end is before that of one
-constexpr size_t kMostWeighed = 64;        // prefills that this mean is over
 
 }  // namespace
 
@@ -43,14 +40,6 @@ void RunOrder::Announce(Ticket ticket, const Job& job, absl::Time now) {
   entry.rest_seconds = job.work_seconds;
 }
 
-double RunOrder::Job::SecondsOn(int of_submeshes) const {
-  if (of_submeshes == 1) return work_seconds;
-  for (const SubmeshSeconds& on : submeshes) {
-    if (on.submeshes == of_submeshes) return on.seconds;
-  }
-  return std::numeric_limits<double>::infinity();
-}
-
 void RunOrder::SetWork(Ticket ticket, double work_seconds, std::vector<SubmeshSeconds> submeshes) {
   Entry& entry = entries_.at(ticket);
   entry.job.work_seconds = entry.rest_seconds = work_seconds;
@@ -69,7 +58,7 @@ void RunOrder::Complete(Ticket ticket, absl::Time now) {
 void RunOrder::SetDone(Ticket ticket, double share, absl::Time now) {
   Entry& entry = entries_.at(ticket);
   if (!(share > 0)) return;
-  entry.measured_at = Computed(entry, now);
+  entry.measured_at = entry.Computed(now);
   entry.rest_seconds = absl::ToDoubleSeconds(entry.measured_at) * (1 - std::min(1.0, share)) / share;
 }
 
@@ -119,97 +108,9 @@ std::vector<RunOrder::Ticket> RunOrder::Ranked(absl::Time now) {
   return ranked;
 }
 
-RunOrder::Gang RunOrder::FirstThatMay(const std::vector<Ticket>& ranked, absl::Time now) const {
-  Gang gang;
-  int may_begin = std::max(0, options_.most_live - live());
-  double longest_seconds = 0;
-  bool looks_at_gain = false;
-  for (size_t i = 0; i < ranked.size(); ++i) {
-    const Entry& entry = entries_.at(ranked[i]);
-    if (entry.state == State::kUploading || entry.leaving) continue;
-    if (entry.put_back) may_begin = 0;  // nothing new begins after who waits for memory
-    const bool lives = entry.state == State::kLive;
-    if (!lives && may_begin == 0) continue;
-    if (gang.tickets.empty()) {
-      gang.submeshes = lives ? entry.submeshes : BestSubmeshes(std::span(ranked).subspan(i), may_begin, now);
-      longest_seconds = kLongestBeside * entry.job.SecondsOn(gang.submeshes);
-      looks_at_gain = lives;
-    } else if (lives ? entry.submeshes != gang.submeshes || IsAt(entry.place, gang)
-                     : entry.job.SecondsOn(gang.submeshes) > longest_seconds) {
-      continue;
-    } else if (!lives && std::exchange(looks_at_gain, false) &&
-               !GainBeside(ranked, gang.submeshes, longest_seconds, now)) {
-      may_begin = 0;
-      continue;
-    }
-    gang.tickets.push_back(ranked[i]);
-    if (!lives) --may_begin;
-    if (std::ssize(gang.tickets) == gang.submeshes) break;
-  }
-  return gang;
-}
-
-bool RunOrder::IsAt(uint64_t place, const Gang& gang) const {
-  return place != 0 && std::any_of(gang.tickets.begin(), gang.tickets.end(),
-                                   [&](Ticket ticket) { return entries_.at(ticket).place == place; });
-}
-
-int RunOrder::BestSubmeshes(std::span<const Ticket> ranked, int may_begin, absl::Time now) const {
-  const Job& first = entries_.at(ranked.front()).job;
-  const auto computes_on = [this](int submeshes) {
-    return std::count_if(computing_.begin(), computing_.end(),
-                         [&](Ticket ticket) { return entries_.at(ticket).submeshes == submeshes; });
-  };
-  int best = 1;
-  double best_ratio = kLeastGain;
-  for (const auto& [submeshes, seconds] : first.submeshes) {
-    const auto at_once = std::min<std::ptrdiff_t>(submeshes, may_begin + computes_on(submeshes));
-    std::vector<double> free_at(static_cast<size_t>(at_once), 0);
-    double in_turn = 0, ends_in_turn = 0, ends_beside = 0;
-    size_t weighed = 0;
-    for (const Ticket ticket : ranked) {
-      const Entry& entry = entries_.at(ticket);
-      const bool lives = entry.state == State::kLive;
-      if (entry.state == State::kUploading || entry.leaving || weighed == kMostWeighed) continue;
-      if (lives && !(entry.computes && entry.submeshes == submeshes)) continue;
-      const double on_submesh = lives ? Rest(entry, now) : entry.job.SecondsOn(submeshes);
-      if (!lives && on_submesh > kLongestBeside * seconds) continue;
-      const auto next = std::min_element(free_at.begin(), free_at.end());
-      *next += on_submesh;
-      ends_beside += *next;
-      if (!lives) in_turn += entry.job.work_seconds;
-      ends_in_turn += lives ? in_turn + on_submesh : in_turn;  // what lives goes on after who takes all
-      ++weighed;
-    }
-    if (ends_beside >= best_ratio * ends_in_turn) continue;
-    best_ratio = ends_beside / ends_in_turn;
-    best = submeshes;
-  }
-  return best;
-}
-
-bool RunOrder::GainBeside(std::span<const Ticket> ranked, int submeshes, double longest_seconds,
-                          absl::Time now) const {
-  std::vector<double> free_at;
-  for (const Ticket ticket : ranked) {
-    const Entry& entry = entries_.at(ticket);
-    const bool on_one = entry.state == State::kLive && !entry.leaving && entry.submeshes == submeshes;
-    if (on_one && std::ssize(free_at) < submeshes) free_at.push_back(Rest(entry, now));
-  }
-  double in_turn = *std::max_element(free_at.begin(), free_at.end());
-  free_at.resize(static_cast<size_t>(submeshes), 0);
-  double ends_in_turn = 0, ends_beside = 0;
-  for (const Ticket ticket : ranked) {
-    const Entry& entry = entries_.at(ticket);
-    const double on_submesh = entry.job.SecondsOn(submeshes);
-    if (entry.state != State::kWaiting || on_submesh > longest_seconds) continue;
-    const auto next = std::min_element(free_at.begin(), free_at.end());
-    *next += on_submesh;
-    ends_beside += *next;
-    in_turn += entry.job.work_seconds;
-    ends_in_turn += in_turn;
-  }
-  return ends_beside < ends_in_turn;
+Gang RunOrder::FirstThatMay(std::span<const Ticket> ranked, absl::Time now) const {
+  const int may_begin = std::max(0, options_.most_live - live());
+  return GangChoice(entries_, computing_, may_begin, now).FirstThatMay(ranked);
 }
 
 void RunOrder::Give(const Gang& gang, absl::Time now) {
@@ -239,10 +140,10 @@ int RunOrder::live() const {
                                         [](const auto& each) { return each.second.state == State::kLive; }));
 }
 
-double RunOrder::RestSeconds(Ticket ticket, absl::Time now) const { return Rest(entries_.at(ticket), now); }
+double RunOrder::RestSeconds(Ticket ticket, absl::Time now) const { return entries_.at(ticket).Rest(now); }
 
 double RunOrder::ComputedSeconds(Ticket ticket, absl::Time now) const {
-  return absl::ToDoubleSeconds(Computed(entries_.at(ticket), now));
+  return absl::ToDoubleSeconds(entries_.at(ticket).Computed(now));
 }
 
 std::vector<RunOrder::Turn> RunOrder::Turns(absl::Time now) const { return RunOrder(*this).RunAhead(now, 0); }
@@ -255,7 +156,7 @@ double RunOrder::MostWaitSeconds(absl::Time now) const {
   double seconds = 0;
   for (const auto& [ticket, entry] : entries_) {
     if (entry.state == State::kUploading && !entry.paid) continue;
-    double most = Rest(entry, now);
+    double most = entry.Rest(now);
     if (entry.state != State::kLive) {
       for (const SubmeshSeconds& on : entry.job.submeshes) most = std::max(most, on.seconds);
     }
@@ -282,7 +183,7 @@ std::vector<RunOrder::Turn> RunOrder::RunAhead(absl::Time now, Ticket stop) {
   }
   double all_seconds = 0;
   for (auto& [ticket, entry] : entries_) {
-    entry.rest_seconds = Rest(entry, now);
+    entry.rest_seconds = entry.Rest(now);
     entry.measured_at = entry.computed;
     all_seconds += entry.rest_seconds;
   }
@@ -305,7 +206,7 @@ std::vector<RunOrder::Turn> RunOrder::RunAhead(absl::Time now, Ticket stop) {
         const auto [turn, first] = place.emplace(ticket, turns.size());
         if (first) turns.push_back({ticket, seconds, seconds, gang.submeshes});
         if (ticket == stop) return turns;
-        rests.emplace_back(Rest(entries_.at(ticket), now + absl::Seconds(seconds)), ticket);
+        rests.emplace_back(entries_.at(ticket).Rest(now + absl::Seconds(seconds)), ticket);
         shortest = std::min(shortest, rests.back().first);
       }
       const bool ends = seconds + shortest <= until;
@@ -331,36 +232,20 @@ std::vector<RunOrder::Turn> RunOrder::RunAhead(absl::Time now, Ticket stop) {
   return turns;
 }
 
-absl::Duration RunOrder::Computed(const Entry& entry, absl::Time now) {
-  return entry.computes ? entry.computed + (now - entry.since) : entry.computed;
-}
-
-double RunOrder::Rest(const Entry& entry, absl::Time now) {
-  if (entry.leaving) return 0;
-  const absl::Duration since_measured = Computed(entry, now) - entry.measured_at;
-  // What takes longer than predicted may take as long again.
-  return std::abs(entry.rest_seconds - absl::ToDoubleSeconds(since_measured));
-}
-
 RunOrder::Rank RunOrder::RankOf(Ticket ticket, const Entry& entry, absl::Time now) const {
   // By what all devices would take for it, so that what runs on a sub-mesh seems no longer than it was.
   const double on_all =
       entry.submeshes == 1 ? 1 : entry.job.work_seconds / entry.job.SecondsOn(entry.submeshes);
-  const double rest = std::max(kLeastRestSeconds, on_all * Rest(entry, now));
+  const double rest = std::max(kLeastRestSeconds, on_all * entry.Rest(now));
   const double lead = leads_.at(entry.job.tenant);
   return {.stays = options_.most_live == 1 && entry.state == State::kLive,
-          .aged = now - entry.complete_at - Computed(entry, now) > options_.max_age,
+          .aged = now - entry.complete_at - entry.Computed(now) > options_.max_age,
           .priority = entry.job.priority,
-          .urgent = entry.urgent && CanMeetDeadline(entry, now),
+          .urgent = entry.urgent && entry.CanMeetDeadline(now),
           .deadline = entry.job.deadline,
           .weighted_rest = std::log2(rest) + lead / kLeadSeconds - (entry.computes ? 1 : 0),
           .complete_at = entry.complete_at,
           .ticket = ticket};
-}
-
-bool RunOrder::CanMeetDeadline(const Entry& entry, absl::Time now) {
-  return entry.state != State::kUploading && !entry.leaving &&
-         now + absl::Seconds(Rest(entry, now)) <= entry.job.deadline;
 }
 
 // Marks a prefill as urgent from the latest time on at which it must begin. In each class that time is
@@ -373,7 +258,7 @@ void RunOrder::FindUrgent(absl::Time now) {
   const double most_lead = LeastLead() + kLeadSeconds;
   std::vector<std::pair<Ticket, Entry*>> due;
   for (auto& [ticket, entry] : entries_) {
-    if (entry.job.deadline == absl::InfiniteFuture() || !CanMeetDeadline(entry, now)) continue;
+    if (entry.job.deadline == absl::InfiniteFuture() || !entry.CanMeetDeadline(now)) continue;
     if (entry.urgent || leads_.at(entry.job.tenant) <= most_lead) due.emplace_back(ticket, &entry);
   }
   std::sort(due.begin(), due.end(), [](const auto& left, const auto& right) {
@@ -384,7 +269,7 @@ void RunOrder::FindUrgent(absl::Time now) {
   int priority = kTopPriority + 1;
   for (const auto& [ticket, entry] : due) {
     if (std::exchange(priority, entry->job.priority) != priority) latest = absl::InfiniteFuture();
-    latest = std::min(latest, entry->job.deadline) - absl::Seconds(kRestToSpare * Rest(*entry, now));
+    latest = std::min(latest, entry->job.deadline) - absl::Seconds(kRestToSpare * entry->Rest(now));
     entry->urgent = entry->urgent || now >= latest;
   }
 }

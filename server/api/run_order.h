@@ -47,12 +47,14 @@
 
 #include "absl/time/time.h"
 #include "engine/prefill_engine.h"
+#include "server/api/gang_choice.h"
+#include "server/api/run_entry.h"
 
 namespace meshfill {
 
 class RunOrder {
  public:
-  using Ticket = uint64_t;  // above 0, rising
+  using Ticket = RunTicket;
 
   static constexpr double kLeadSeconds = 5;
   // Classes: −kTopPriority to kTopPriority; others count as the nearest.
@@ -62,18 +64,8 @@ class RunOrder {
     absl::Duration max_age = absl::Minutes(10);  // longest time that a prefill waits or stands still, in all
     int most_live = 1;
   };
-  struct Job {
-    std::string tenant;
-    int priority = 0;         // higher first
-    double work_seconds = 0;  // predicted, on all devices
-    double weight = 1;        // the tenant's weight: 2 gets twice the seconds of 1
-    absl::Time deadline = absl::InfiniteFuture();
-    std::vector<SubmeshSeconds> submeshes = {};  // sub-meshes that it may run on; none: on all devices alone
-
-    // Predicted, on one of so many sub-meshes. 1: on all devices. Infinite: it does not run there.
-    double SecondsOn(int of_submeshes) const;
-  };
-  enum class State { kUploading, kWaiting, kLive };
+  using Job = RunJob;
+  using State = RunState;
 
   explicit RunOrder(const Options& options) : options_(options) {}
 
@@ -126,27 +118,7 @@ class RunOrder {
   double MostWaitSeconds(absl::Time now) const;
 
  private:
-  struct Entry {
-    Job job;
-    State state = State::kUploading;
-    bool paid = false;  // it uploads, and others wait for it (Pay)
-    bool leaving = false;
-    bool put_back = false;
-    bool urgent = false;  // once it could wait no longer, for good
-    absl::Time complete_at = absl::InfiniteFuture();
-    bool computes = false;
-    int submeshes = 1;        // it lives on one of so many
-    uint64_t place = 0;       // there; 0: not known
-    absl::Duration computed;  // before `since`, where it computes
-    absl::Time since;         // it computes since then
-    double rest_seconds = 0;  // when it had computed `measured_at`, on what it has
-    absl::Duration measured_at;
-  };
-  // Who computes at the same time, each on one of so many sub-meshes.
-  struct Gang {
-    int submeshes = 1;
-    std::vector<Ticket> tickets;  // by the order, each at a place of its own; empty: nobody may
-  };
+  using Entry = RunEntry;
   // What the order compares.
   struct Rank {
     bool stays;  // it lives, and no other can
@@ -160,24 +132,12 @@ class RunOrder {
     bool Before(const Rank& other) const;
   };
 
-  static absl::Duration Computed(const Entry& entry, absl::Time now);
-  static double Rest(const Entry& entry, absl::Time now);
   Rank RankOf(Ticket ticket, const Entry& entry, absl::Time now) const;
   std::vector<Ticket> Ranked(absl::Time now);  // all, the first to compute first
   // The first of `ranked` that may compute, and those beside it.
-  Gang FirstThatMay(const std::vector<Ticket>& ranked, absl::Time now) const;
-  // Whether one of the gang is at this place.
-  bool IsAt(uint64_t place, const Gang& gang) const;
-  // How many sub-meshes are best for the first of `ranked`, which waits, and those after it, where so many
-  // more may begin.
-  int BestSubmeshes(std::span<const Ticket> ranked, int may_begin, absl::Time now) const;
-  // Whether those of `ranked` that wait end sooner on sub-meshes beside those that live there, of which there
-  // is one, than after these on all devices.
-  bool GainBeside(std::span<const Ticket> ranked, int submeshes, double longest_seconds,
-                  absl::Time now) const;
+  Gang FirstThatMay(std::span<const Ticket> ranked, absl::Time now) const;
   void Give(const Gang& gang, absl::Time now);  // the turn
   void TakeTurn(Ticket ticket, absl::Time now);
-  static bool CanMeetDeadline(const Entry& entry, absl::Time now);
   void FindUrgent(absl::Time now);
   // Lets time pass, as if nothing else came, until all have ended or `stop` computes.
   std::vector<Turn> RunAhead(absl::Time now, Ticket stop);

@@ -1,0 +1,53 @@
+// A prefill in the order of turns (run_order.h): what was told of it, and how far it is.
+#ifndef MESHFILL_SERVER_API_RUN_ENTRY_H_
+#define MESHFILL_SERVER_API_RUN_ENTRY_H_
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "absl/time/time.h"
+#include "engine/prefill_engine.h"
+
+namespace meshfill {
+
+using RunTicket = uint64_t;  // names a prefill; above 0, rising
+
+struct RunJob {
+  std::string tenant;
+  int priority = 0;         // higher first
+  double work_seconds = 0;  // predicted, on all devices
+  double weight = 1;        // the tenant's weight: 2 gets twice the seconds of 1
+  absl::Time deadline = absl::InfiniteFuture();
+  std::vector<SubmeshSeconds> submeshes = {};  // sub-meshes that it may run on; none: on all devices alone
+
+  // Predicted, on one of so many sub-meshes. 1: on all devices. Infinite: it does not run there.
+  double SecondsOn(int of_submeshes) const;
+};
+
+enum class RunState { kUploading, kWaiting, kLive };
+
+struct RunEntry {
+  RunJob job;
+  RunState state = RunState::kUploading;
+  bool paid = false;      // it uploads, and others wait for it (RunOrder::Pay)
+  bool leaving = false;   // it is being stopped
+  bool put_back = false;  // it waits for memory
+  bool urgent = false;    // once it could wait no longer, for good
+  absl::Time complete_at = absl::InfiniteFuture();
+  bool computes = false;
+  int submeshes = 1;        // it lives on one of so many
+  uint64_t place = 0;       // there; 0: not known
+  absl::Duration computed;  // before `since`, where it computes
+  absl::Time since;         // it computes since then
+  double rest_seconds = 0;  // when it had computed `measured_at`, on what it has
+  absl::Duration measured_at;
+
+  absl::Duration Computed(absl::Time now) const;
+  double Rest(absl::Time now) const;  // seconds, predicted, on what it has
+  bool CanMeetDeadline(absl::Time now) const;
+};
+
+}  // namespace meshfill
+
+#endif  // MESHFILL_SERVER_API_RUN_ENTRY_H_
