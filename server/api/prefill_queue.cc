@@ -247,7 +247,7 @@ void PrefillQueue::GiveTurn() {
   for (const uint64_t ticket : before) {
     const auto job = jobs_.find(ticket);
     if (is_in(computing_, ticket) || job == jobs_.end() || job->second->prefill == nullptr) continue;
-    Preempt(*job->second->prefill);
+    if (!job->second->stopped) Preempt(*job->second->prefill);
   }
   for (const uint64_t ticket : computing_) {
     Job& job = *jobs_.at(ticket);

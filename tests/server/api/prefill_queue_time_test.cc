@@ -269,6 +269,14 @@ TEST_F(PrefillQueueTurnsTest, EachPreemptionIsCounted) {
   EXPECT_EQ(Metric("meshfill_preemptions_total"), 1);
 }
 
+TEST_F(PrefillQueueTurnsTest, AStopIsNoPreemption) {
+  MakeQueue();
+  auto running = Run(100);
+  running.reset();
+  EXPECT_EQ(running_->Result().status().code(), absl::StatusCode::kCancelled);
+  EXPECT_EQ(Metric("meshfill_preemptions_total"), 0);
+}
+
 TEST_F(PrefillQueueTurnsTest, ThoseThatShareASubmeshTakeTurns) {
   MakeQueue();
   engine_.PutAllAt(7);
