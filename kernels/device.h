@@ -126,6 +126,8 @@ class Device {
   virtual std::string name() const = 0;  // e.g. "cpu/avx512_bf16", "cuda/sm90"
   virtual DType dtype() const = 0;       // the compute dtype: f32 or bf16
   virtual Grain grain() const = 0;
+  // Whether a product's row has the same bits whatever rows are beside it, and however many.
+  virtual bool rows_are_independent() const = 0;
   // True once the device has failed for good: every operation will, and the process has to be started anew.
   virtual bool lost() const = 0;
 

@@ -37,6 +37,7 @@ class CpuDevice final : public Device {
     if (dtype_ != DType::kBf16 || !OneDnnUsesTiles()) return {};
     return {.expert_rows = 512, .probe_flops = 4e10};  // as many seconds as elsewhere
   }
+  bool rows_are_independent() const override { return OneDnnSumsRowsAlike(dtype_); }
   bool lost() const override { return false; }
 
   absl::StatusOr<BufferRef> Allocate(size_t size_bytes) override { return AllocateHostMemory(size_bytes); }

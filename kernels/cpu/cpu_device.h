@@ -10,9 +10,9 @@ namespace meshfill {
 
 // `threads` ≥ 1 threads pack weights; `streams` ≥ 1 streams, as many as are to run at once, share them
 // evenly: each has threads / streams of its own, at least one, the caller's included; what more streams have
-// is made when they are. dtype: f32 or bf16. A weight serves every CPU device of its dtype. On AVX-512 a
-// Gemm's row depends on that row alone, so neither the number of threads nor the slicing of tokens changes a
-// bit.
+// is made when they are. dtype: f32 or bf16. A weight serves every CPU device of its dtype. Where a
+// Gemm's row depends on that row alone (rows_are_independent: AVX-512, in bf16 with AVX512_BF16), neither the
+// number of threads nor the slicing of tokens changes a bit.
 std::unique_ptr<Device> MakeCpuDevice(DType dtype, int threads, int streams = 1);
 
 // What such a device of `dtype` holds packed weights in.

@@ -2,8 +2,8 @@
 //
 // Tokens are cut into tiles of one of a few sizes, so that a handful of compiled primitives serves every
 // token count, and few tokens (the LM head's one) over the output features instead, where those lie in
-// strips. On AVX-512 every tile size sums a row's products in the same order: a row's bits then depend
-// neither on its neighbours nor on the number of threads.
+// strips. On AVX-512, in bf16 with AVX512_BF16, every tile size sums a row's products in the same order: a
+// row's bits then depend neither on its neighbours nor on the number of threads.
 #ifndef MESHFILL_KERNELS_CPU_GEMM_H_
 #define MESHFILL_KERNELS_CPU_GEMM_H_
 

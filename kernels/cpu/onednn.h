@@ -24,6 +24,14 @@ inline const dnnl::engine& CpuEngine() {
 // every use of oneDNN, on the thread that uses it.
 inline void KeepOneDnnSingleThreaded() { omp_set_num_threads(1); }
 
+// Whether oneDNN sums a row's products in one order, however many rows there are: with AVX-512, of bf16 where
+// that has its own instructions. DNNL_MAX_CPU_ISA may forbid them.
+inline bool OneDnnSumsRowsAlike(DType dtype) {
+  const int needs = dtype == DType::kF32 ? dnnl_cpu_isa_avx512_core : dnnl_cpu_isa_avx512_core_bf16;
+  static const int has = static_cast<int>(dnnl::get_effective_cpu_isa());
+  return (has & needs) == needs;  // a bit for each extension
+}
+
 // Whether oneDNN multiplies bf16 in AMX's tiles here: the machine has them, and DNNL_MAX_CPU_ISA allows them.
 inline bool OneDnnUsesTiles() {
   static const bool uses = dnnl::get_effective_cpu_isa() == dnnl::cpu_isa::avx512_core_amx;

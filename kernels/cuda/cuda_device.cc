@@ -40,6 +40,8 @@ class CudaDevice final : public Device {
   }
   DType dtype() const override { return DType::kBf16; }
   Grain grain() const override { return CudaGrain(); }
+  // cuBLASLt has other algorithms for other numbers of rows.
+  bool rows_are_independent() const override { return false; }
   bool lost() const override { return health_.lost(); }
 
   absl::StatusOr<BufferRef> Allocate(size_t size_bytes) override {

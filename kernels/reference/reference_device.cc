@@ -413,6 +413,7 @@ class ReferenceDevice final : public Device {
   std::string name() const override { return "reference"; }
   DType dtype() const override { return dtype_; }
   Grain grain() const override { return grain_; }
+  bool rows_are_independent() const override { return true; }
   bool lost() const override { return false; }
 
   absl::StatusOr<BufferRef> Allocate(size_t size_bytes) override {

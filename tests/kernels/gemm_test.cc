@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdlib>
 #include <cstring>
 #include <fstream>
 #include <memory>
@@ -13,6 +12,7 @@
 #include <vector>
 
 #include "kernels/cpu/narrow_matrix.h"
+#include "kernels/cpu/onednn.h"
 #include "kernels/cpu/packed_matrix.h"
 #include "tests/kernels/lone_stream.h"
 #include "tests/kernels/narrow_layers.h"
@@ -264,9 +264,7 @@ TEST_P(GemmTest, Fp8NaNShowsInItsRow) {
 
 // What is widened gives the bits of the same values held wide.
 TEST_P(GemmTest, Fp8GivesTheBitsOfItsValuesInTheComputeDtype) {
-  if (!__builtin_cpu_supports("avx512bw") || std::getenv("DNNL_MAX_CPU_ISA") != nullptr) {
-    GTEST_SKIP() << "only AVX-512 promises this";
-  }
+  if (!OneDnnSumsRowsAlike(GetParam())) GTEST_SKIP() << "only AVX-512 promises this";
   const uint64_t seed = TestSeed();
   for (int draw = 0; draw < 5; ++draw) {
     SCOPED_TRACE(testing::Message() << "MESHFILL_SEED=" << seed << ", draw " << draw);
@@ -306,7 +304,7 @@ TEST(Mxfp4, EveryValueIsWhatItsBitsSay) {
 
 TEST_P(GemmTest, Mxfp4AgreesWithTheReferenceAndWithItsValuesHeldWide) {
   const LoneStream reference = ReferenceStream(GetParam());
-  const bool same_bits = __builtin_cpu_supports("avx512bw") && std::getenv("DNNL_MAX_CPU_ISA") == nullptr;
+  const bool same_bits = OneDnnSumsRowsAlike(GetParam());
   const uint64_t seed = TestSeed();
   for (int draw = 0; draw < 15; ++draw) {
     SCOPED_TRACE(testing::Message() << "MESHFILL_SEED=" << seed << ", draw " << draw);
@@ -409,9 +407,7 @@ TEST_P(GemmTest, Fp8RowsThatAreReadGiveTheSameBitsAndMayFail) {
 
 // Promised for AVX-512: whatever the tile that a row falls into, and however many threads share the tiles.
 TEST_P(GemmTest, ARowsBitsDependOnTheRowAlone) {
-  if (!__builtin_cpu_supports("avx512bw") || std::getenv("DNNL_MAX_CPU_ISA") != nullptr) {
-    GTEST_SKIP() << "only AVX-512 promises this";
-  }
+  if (!OneDnnSumsRowsAlike(GetParam())) GTEST_SKIP() << "only AVX-512 promises this";
   const uint64_t seed = TestSeed();
   SCOPED_TRACE(testing::Message() << "MESHFILL_SEED=" << seed);
   std::mt19937_64 random(seed);

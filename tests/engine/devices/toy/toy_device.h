@@ -17,6 +17,7 @@ class ToyDevice final : public Device {
   std::string name() const override { return "toy/loops"; }
   DType dtype() const override { return reference_->dtype(); }
   Grain grain() const override { return {.slice_tokens = 64}; }
+  bool rows_are_independent() const override { return reference_->rows_are_independent(); }
   bool lost() const override { return false; }
   absl::StatusOr<BufferRef> Allocate(size_t size_bytes) override { return reference_->Allocate(size_bytes); }
   absl::StatusOr<BufferRef> Place(const void* host, size_t size_bytes) override {
