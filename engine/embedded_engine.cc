@@ -396,20 +396,21 @@ class EmbeddedEngine::Run final : public Prefill {
     const std::vector<uint32_t> ids = plan().layout.Deal(rank, tokens);
     const int layers_before = static_cast<int>(piece_) * engine_.model().layers;
     const absl::Duration paused_before = stop_.PausedTime();
+    const RankPrompt prompt = {.plan = plan(),
+                               .ids = ids,
+                               .kv = kv_.get(),
+                               .prefix = before_.get(),
+                               .tokens_ahead = tokens_ahead()};
     absl::StatusOr<RankOutput> output =
-        RunRank({.plan = plan(),
+        RunRank({.prompts = {&prompt, 1},
                  .model = *models()[rank],
                  .weights = weights_->feed(rank),
                  .reader = weights_->reader(rank),
                  .rank = rank,
-                 .ids = ids,
                  .stream = *streams_[rank],
                  .communicator = *communicators_[rank],
                  .wait_timeout = PeerWaitTimeout(plan()),
                  .on_layer_done = [&](int layer) { progress_.RankFinished(layers_before + layer); },
-                 .kv = kv_.get(),
-                 .prefix = before_.get(),
-                 .tokens_ahead = tokens_ahead(),
                  .recorder = &recorders_[rank]});
     if (output.ok()) output->stats.total_seconds -= absl::ToDoubleSeconds(stop_.PausedTime() - paused_before);
     return output;

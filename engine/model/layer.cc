@@ -42,40 +42,57 @@ absl::Status Layer::ForEachGrain(int64_t tokens, const Body& body) const {
   return absl::OkStatus();
 }
 
-absl::Status Layer::Project(const float* x, const ChunkSlice& slice, const Heads& heads) const {
+// Calls body(chunk, its first slot, the slice's row of that, tokens) for what the slice has of each chunk.
+template <class Chunk, class Body>
+absl::Status ForEachChunk(std::span<const Chunk> chunks, const ChunkSlice& slice, const Body& body) {
+  const int64_t end = slice.begin + slice.tokens;
+  int64_t chunk_begin = 0;
+  for (const Chunk& chunk : chunks) {
+    const int64_t from = std::max(slice.begin, chunk_begin);
+    const int64_t to = std::min(end, chunk_begin + chunk.tokens);
+    if (from < to) {
+      RETURN_IF_ERROR(body(chunk, from - chunk_begin, from - slice.begin, to - from));
+    }
+    chunk_begin += chunk.tokens;
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Layer::Project(const float* x, const ChunkSlice& slice, std::span<const Heads> chunks) const {
   return ForEachGrain(slice.tokens, [&](int64_t begin, int64_t tokens) {
-    const ChunkSlice grain = {
-        .begin = slice.begin + begin, .tokens = tokens, .chunk_tokens = slice.chunk_tokens};
-    return ProjectGrain(x + begin * shape_.hidden, grain, heads);
+    return ProjectGrain(x + begin * shape_.hidden, {.begin = slice.begin + begin, .tokens = tokens}, chunks);
   });
 }
 
-absl::Status Layer::ProjectGrain(const float* x, const ChunkSlice& slice, const Heads& heads) const {
+absl::Status Layer::ProjectGrain(const float* x, const ChunkSlice& slice,
+                                 std::span<const Heads> chunks) const {
   RETURN_IF_ERROR(Norm(x, weights_.attention_norm, slice.tokens));
   RETURN_IF_ERROR(Multiply(*weights_.qkv, buffers_.normed->data(), slice.tokens));
-  return stream_.SplitQkv({.qkv = buffers_.wide->data(),
-                           .tokens = slice.tokens,
-                           .slot_begin = slice.begin,
-                           .chunk_tokens = slice.chunk_tokens,
-                           .q_heads = shape_.q_heads,
-                           .kv_heads = shape_.kv_heads,
-                           .head_dim = shape_.head_dim,
-                           .rotated_dim = shape_.rotated_dim,
-                           .q_norm = weights_.q_norm.data(),
-                           .k_norm = weights_.k_norm.data(),
-                           .norm_all_heads = shape_.qk_norm == QkNorm::kHeads,
-                           .norm_eps = norm_eps_,
-                           .rope_cos = heads.rope_cos,
-                           .rope_sin = heads.rope_sin,
-                           .q = heads.q,
-                           .k = heads.k,
-                           .v = heads.v});
+  const size_t row_bytes = shape_.qkv_width() * DTypeBytes(shape_.dtype);
+  return ForEachChunk(chunks, slice, [&](const Heads& heads, int64_t slot, int64_t row, int64_t tokens) {
+    return stream_.SplitQkv({.qkv = buffers_.wide->data<std::byte>() + row * row_bytes,
+                             .tokens = tokens,
+                             .slot_begin = slot,
+                             .chunk_tokens = heads.tokens,
+                             .q_heads = shape_.q_heads,
+                             .kv_heads = shape_.kv_heads,
+                             .head_dim = shape_.head_dim,
+                             .rotated_dim = shape_.rotated_dim,
+                             .q_norm = weights_.q_norm.data(),
+                             .k_norm = weights_.k_norm.data(),
+                             .norm_all_heads = shape_.qk_norm == QkNorm::kHeads,
+                             .norm_eps = norm_eps_,
+                             .rope_cos = heads.rope_cos,
+                             .rope_sin = heads.rope_sin,
+                             .q = heads.q,
+                             .k = heads.k,
+                             .v = heads.v});
+  });
 }
 
-absl::Status Layer::AddAttention(const Attended& attended, const ChunkSlice& slice, float* x) const {
+absl::Status Layer::AddAttention(std::span<const Attended> chunks, const ChunkSlice& slice, float* x) const {
   return ForEachGrain(slice.tokens, [&](int64_t begin, int64_t tokens) -> absl::Status {
-    RETURN_IF_ERROR(Gather(
-        attended, {.begin = slice.begin + begin, .tokens = tokens, .chunk_tokens = slice.chunk_tokens}));
+    RETURN_IF_ERROR(Gather(chunks, {.begin = slice.begin + begin, .tokens = tokens}));
     return AddProduct(*weights_.o, weights_.attention_post_norm, tokens, x + begin * shape_.hidden);
   });
 }
@@ -158,24 +175,30 @@ absl::Status Layer::Multiply(const PackedWeight& weight, const void* normed, int
 }
 
 // Puts attention's output in the order of the output projection, [tokens, q_heads·head_dim].
-absl::Status Layer::Gather(const Attended& attended, const ChunkSlice& slice) const {
-  const int part_heads = shape_.q_heads / static_cast<int>(attended.parts.size());
-  const size_t part_bytes = part_heads * shape_.head_dim * DTypeBytes(shape_.dtype);
-  auto* to = buffers_.narrow->data<std::byte>();
-  for (const void* part : attended.parts) {
-    RETURN_IF_ERROR(stream_.CopyHeads(
-        {.from = part,
-         .from_rows = {.dtype = attended.dtype,
-                       .head_stride = slice.chunk_tokens * shape_.head_dim,
-                       .slot_stride = shape_.head_dim,
-                       .slots = {.base = slice.begin}},
-         .to = std::exchange(to, to + part_bytes),
-         .to_rows = {.dtype = shape_.dtype, .head_stride = shape_.head_dim, .slot_stride = shape_.q_width()},
-         .heads = part_heads,
-         .tokens = slice.tokens,
-         .head_dim = shape_.head_dim}));
-  }
-  return absl::OkStatus();
+absl::Status Layer::Gather(std::span<const Attended> chunks, const ChunkSlice& slice) const {
+  const size_t row_bytes = shape_.q_width() * DTypeBytes(shape_.dtype);
+  return ForEachChunk(
+      chunks, slice,
+      [&](const Attended& attended, int64_t slot, int64_t row, int64_t tokens) -> absl::Status {
+        const int part_heads = shape_.q_heads / static_cast<int>(attended.parts.size());
+        const size_t part_bytes = part_heads * shape_.head_dim * DTypeBytes(shape_.dtype);
+        auto* to = buffers_.narrow->data<std::byte>() + row * row_bytes;
+        for (const void* part : attended.parts) {
+          RETURN_IF_ERROR(stream_.CopyHeads({.from = part,
+                                             .from_rows = {.dtype = attended.dtype,
+                                                           .head_stride = attended.tokens * shape_.head_dim,
+                                                           .slot_stride = shape_.head_dim,
+                                                           .slots = {.base = slot}},
+                                             .to = std::exchange(to, to + part_bytes),
+                                             .to_rows = {.dtype = shape_.dtype,
+                                                         .head_stride = shape_.head_dim,
+                                                         .slot_stride = shape_.q_width()},
+                                             .heads = part_heads,
+                                             .tokens = tokens,
+                                             .head_dim = shape_.head_dim}));
+        }
+        return absl::OkStatus();
+      });
 }
 
 absl::Status Layer::AddProduct(const PackedWeight& weight, const PlacedVector& post_norm, int64_t tokens,

@@ -71,11 +71,10 @@ struct LayerBuffers {
   BufferRef expert_rows;  // kernels/experts.h; of no bytes without experts
 };
 
-// Tokens [begin, begin + tokens) of a chunk.
+// Tokens [begin, begin + tokens) of a chunk, or of several, one after the other.
 struct ChunkSlice {
   int64_t begin;
   int64_t tokens;
-  int64_t chunk_tokens;
 };
 
 // A view: shape, weights, buffers and stream outlive it. Errors are the device's.
@@ -85,23 +84,25 @@ class Layer {
         Stream& stream)
       : shape_(shape), weights_(weights), norm_eps_(norm_eps), buffers_(buffers), stream_(stream) {}
 
-  // The chunk's heads, where Project writes the slice's.
+  // A chunk's heads, where Project writes the slice's.
   struct Heads {
-    const float* rope_cos;  // [chunk_tokens, rotated_dim/2]
+    int64_t tokens;         // of the chunk
+    const float* rope_cos;  // [tokens, rotated_dim/2]
     const float* rope_sin;
-    void* q;  // [q_heads, chunk_tokens, head_dim], compute dtype
-    void* k;  // [kv_heads, chunk_tokens, head_dim]
+    void* q;  // [q_heads, tokens, head_dim], compute dtype
+    void* k;  // [kv_heads, tokens, head_dim]
     void* v;
   };
-  // x: [tokens, hidden], the slice of the residual stream, f32.
-  absl::Status Project(const float* x, const ChunkSlice& slice, const Heads& heads) const;
+  // x: [tokens, hidden], the slice of the residual stream, f32. `chunks`: all of them.
+  absl::Status Project(const float* x, const ChunkSlice& slice, std::span<const Heads> chunks) const;
 
-  // The chunk's attention: parts of as many query heads each, in order: [heads, chunk_tokens, head_dim].
+  // A chunk's attention: parts of as many query heads each, in order: [heads, tokens, head_dim].
   struct Attended {
+    int64_t tokens;  // of the chunk
     std::span<const void* const> parts;
     DType dtype;
   };
-  absl::Status AddAttention(const Attended& attended, const ChunkSlice& slice, float* x) const;
+  absl::Status AddAttention(std::span<const Attended> chunks, const ChunkSlice& slice, float* x) const;
 
   // `tokens_per_expert`: [experts] in the device's memory, or null: the layer's experts count theirs there.
   absl::Status AddMlp(int64_t tokens, float* x, int32_t* tokens_per_expert = nullptr) const;
@@ -109,10 +110,10 @@ class Layer {
  private:
   template <class Body>  // body(begin, tokens)
   absl::Status ForEachGrain(int64_t tokens, const Body& body) const;
-  absl::Status ProjectGrain(const float* x, const ChunkSlice& slice, const Heads& heads) const;
+  absl::Status ProjectGrain(const float* x, const ChunkSlice& slice, std::span<const Heads> chunks) const;
   absl::Status Norm(const float* x, const PlacedVector& weight, int64_t tokens) const;          // into normed
   absl::Status Multiply(const PackedWeight& weight, const void* normed, int64_t tokens) const;  // into wide
-  absl::Status Gather(const Attended& attended, const ChunkSlice& slice) const;                 // into narrow
+  absl::Status Gather(std::span<const Attended> chunks, const ChunkSlice& slice) const;         // into narrow
   GatedActivation DenseActivation() const;
   GatedActivation ExpertActivation() const;
   // Adds to x the product of narrow and `weight`, normalised first where `post_norm` is not empty.

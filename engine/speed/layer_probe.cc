@@ -267,14 +267,16 @@ absl::Status LayerProbe::TokenWork(int64_t tokens) {
   const int64_t kv_bytes = shape_.kv_elements(slice_tokens_) * element_bytes;
   std::byte* const k = chunk_kv_->data<std::byte>() + slice * kv_bytes;
   const Layer layer(weights_->layer_shape, weights_->layer, kNormEps, buffers_, stream_);
-  const ChunkSlice whole = {.begin = 0, .tokens = tokens, .chunk_tokens = tokens};
-  const Layer::Heads heads = {.rope_cos = cos_->data<float>(),
+  const ChunkSlice whole = {.begin = 0, .tokens = tokens};
+  const Layer::Heads heads = {.tokens = tokens,
+                              .rope_cos = cos_->data<float>(),
                               .rope_sin = sin_->data<float>(),
                               .q = q,
                               .k = k,
                               .v = k + kv_bytes / 2};
-  RETURN_IF_ERROR(layer.Project(residual, whole, heads));
-  RETURN_IF_ERROR(layer.AddAttention({.parts = {&attended, 1}, .dtype = DType::kF32}, whole, residual));
+  const Layer::Attended output = {.tokens = tokens, .parts = {&attended, 1}, .dtype = DType::kF32};
+  RETURN_IF_ERROR(layer.Project(residual, whole, {&heads, 1}));
+  RETURN_IF_ERROR(layer.AddAttention({&output, 1}, whole, residual));
   return layer.AddMlp(tokens, residual);
 }
 

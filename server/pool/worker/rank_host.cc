@@ -266,21 +266,22 @@ class RankHost::ActiveRun {
     seat.communicator = *std::move(communicator);
     TimelineRecorder recorder(rank(i), TimelineRecorder::Clock::now(), /*capacity=*/0, &stop_);
     const absl::Duration paused_before = stop_.PausedTime();
+    const RankPrompt prompt = {.plan = part_.plan,
+                               .ids = part_.shards[i],
+                               .kv = kv_.get(),
+                               .prefix = prefix_.get(),
+                               .tokens_ahead = part_.tokens_ahead};
     absl::StatusOr<RankOutput> output =
-        RunRank({.plan = part_.plan,
+        RunRank({.prompts = {&prompt, 1},
                  .model = *host_.pool_.models[i],
                  .weights = weights_->feed(i),
                  .reader = weights_->reader(i),
                  .rank = rank(i),
-                 .ids = part_.shards[i],
                  .stream = *seat.stream,
                  .communicator = *seat.communicator,
                  .wait_timeout = PeerWaitTimeout(part_.plan),
                  .on_layer_done =
                      [&seat](int layer) { seat.layers_done.store(layer + 1, std::memory_order_relaxed); },
-                 .kv = kv_.get(),
-                 .prefix = prefix_.get(),
-                 .tokens_ahead = part_.tokens_ahead,
                  .recorder = &recorder,
                  .probes = probes_,
                  .gate = gate_.get(),

@@ -63,22 +63,25 @@ class RunRankTest : public testing::Test {
   absl::StatusOr<RankOutput> RunIds(const Plan& plan, std::span<const uint32_t> ids, WatchedStream& stream,
                                     const KvSlabs* prefix = nullptr, KvSink* kv = nullptr,
                                     int64_t tokens_ahead = 0) {
+    const RankPrompt prompt = {
+        .plan = plan, .ids = ids, .kv = kv, .prefix = prefix, .tokens_ahead = tokens_ahead};
+    return RunPrompts({&prompt, 1}, stream);
+  }
+
+  absl::StatusOr<RankOutput> RunPrompts(std::span<const RankPrompt> prompts, WatchedStream& stream) {
     Stream* const only = &stream;
     const auto communicators = MakeInProcessCommunicators({&only, 1});
-    const std::unique_ptr<WeightFeed> weights = model_->OpenFeed(1, /*with_head=*/tokens_ahead == 0, nullptr);
-    return RunRank({.plan = plan,
+    const bool with_head = prompts.front().tokens_ahead == 0;
+    const std::unique_ptr<WeightFeed> weights = model_->OpenFeed(1, with_head, nullptr);
+    return RunRank({.prompts = prompts,
                     .model = *model_,
                     .weights = *weights,
                     .reader = 0,
                     .rank = 0,
-                    .ids = ids,
                     .stream = stream,
                     .communicator = *communicators.front(),
                     .wait_timeout = absl::Seconds(10),
-                    .on_layer_done = [](int) {},
-                    .kv = kv,
-                    .prefix = prefix,
-                    .tokens_ahead = tokens_ahead});
+                    .on_layer_done = [](int) {}});
   }
 
   // What the plan states and the run did not have. RoPE tables are in the rank's own memory, where a device
@@ -119,6 +122,37 @@ TEST_F(RunRankTest, TakesTheSlicesAndTheMemoryOfItsPlan) {
     if (logits.empty()) logits = output->logits;
     EXPECT_EQ(output->logits, logits);  // the reference's: a product's rows do not know of each other
   }
+}
+
+// The sum of the plans' bytes is what a pass may take. Most of it is taken: they attend one after the other.
+TEST_F(RunRankTest, PromptsThatShareAPassTakeTheMemoryOfTheirPlans) {
+  std::vector<Plan> plans;
+  for (const int64_t tokens : {1, 30, 200, 7}) plans.push_back(PlanFor({.tokens = tokens}));
+  std::vector<RankPrompt> prompts;
+  int64_t bytes = 0;
+  for (const Plan& plan : plans) {
+    prompts.push_back({.plan = plan, .ids = std::span<const uint32_t>(prompt_).first(plan.layout.tokens())});
+    bytes += SpareBytes(plan, WatchedStream(DType::kF32));
+  }
+  WatchedStream stream(DType::kF32);
+  const auto output = RunPrompts(prompts, stream);
+  ASSERT_TRUE(output.ok()) << output.status();
+  EXPECT_LE(stream.memory.peak_bytes(), bytes);
+  EXPECT_GE(static_cast<double>(stream.memory.peak_bytes()), 0.7 * static_cast<double>(bytes));
+}
+
+// A part of a prompt would wait for its peers.
+TEST_F(RunRankTest, RefusesPartsOfPromptsInOnePass) {
+  const Plan whole = PlanFor({.tokens = 10}), part = PlanFor({.tokens = 20, .ranks = 2});
+  const std::span<const uint32_t> ids(prompt_);
+  WatchedStream stream(DType::kF32);
+  const RankPrompt parts[] = {
+      {.plan = whole, .ids = ids.first(10)},
+      {.plan = part, .ids = ids.first(static_cast<size_t>(part.layout.ChunkTokens(0)))}};
+  EXPECT_TRUE(absl::IsInternal(RunPrompts(parts, stream).status()));
+  const RankPrompt pieces[] = {{.plan = whole, .ids = ids.first(10)},
+                               {.plan = whole, .ids = ids.first(10), .tokens_ahead = 5}};
+  EXPECT_TRUE(absl::IsInternal(RunPrompts(pieces, stream).status()));
 }
 
 TEST_F(RunRankTest, RefusesAnotherNumberOfTokensThanItsChunkHas) {
@@ -283,6 +317,34 @@ TEST_F(RunRankTest, KeepsKvThatIsCopiedBesideCompute) {
     EXPECT_EQ(sink.layers(), 2);
     EXPECT_EQ(SpareBytes(plan, stream), 0) << cached;
   }
+}
+
+// Each prompt's, where several share the pass, behind prefixes of their own.
+TEST_F(RunRankTest, KeepsKvOfAllPromptsThatShareAPass) {
+  KvPrompt prompt(KvShapeOf(model_->shape()), kTokens);
+  const KvSlabs kept = Keep(prompt);
+  const std::vector<int64_t> cached = {0, 192, 64};
+  std::vector<Plan> plans;
+  std::vector<KvSlabs> prefixes;
+  std::vector<std::unique_ptr<ComparingSink>> sinks;
+  for (const int64_t tokens : cached) {
+    plans.push_back(
+        PlanFor({.tokens = kTokens - tokens, .cached_tokens = tokens, .keeps_kv = true, .kv_on_host = true}));
+    prefixes.push_back(FirstTokens(kept, tokens));
+    sinks.push_back(std::make_unique<ComparingSink>(kept, kTokens - tokens));
+  }
+  std::vector<RankPrompt> prompts;
+  for (size_t i = 0; i < cached.size(); ++i) {
+    prompts.push_back({.plan = plans[i],
+                       .ids = std::span<const uint32_t>(prompt_).subspan(static_cast<size_t>(cached[i])),
+                       .kv = sinks[i].get(),
+                       .prefix = cached[i] == 0 ? nullptr : &prefixes[i]});
+  }
+  WatchedStream stream(DType::kF32);
+  stream.copies_late = true;
+  const auto output = RunPrompts(prompts, stream);
+  ASSERT_TRUE(output.ok()) << output.status();
+  for (const auto& sink : sinks) EXPECT_EQ(sink->layers(), 2);
 }
 
 }  // namespace

@@ -80,18 +80,16 @@ class SlicedRuns {
     for (int rank = 0; rank < plan.ranks(); ++rank) {
       threads.emplace_back([&, rank] {
         const std::vector<uint32_t> own = plan.layout.Deal(rank, ids);
-        auto output = RunRank({.plan = plan,
+        const RankPrompt own_part = {.plan = plan, .ids = own, .kv = kv, .prefix = prefix};
+        auto output = RunRank({.prompts = {&own_part, 1},
                                .model = *model_,
                                .weights = *weights,
                                .reader = rank,
                                .rank = rank,
-                               .ids = own,
                                .stream = *streams[rank],
                                .communicator = *communicators[rank],
                                .wait_timeout = absl::Seconds(60),
-                               .on_layer_done = [&](int layer) { on_layer_done(rank, layer); },
-                               .kv = kv,
-                               .prefix = prefix});
+                               .on_layer_done = [&](int layer) { on_layer_done(rank, layer); }});
         run.ends[rank] = output.status();
         if (!output.ok()) return communicators[rank]->Abort(output.status());
         run.stats[rank] = output->stats;

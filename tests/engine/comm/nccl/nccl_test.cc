@@ -90,17 +90,16 @@ absl::StatusOr<RankOutput> RunOn(const EmbeddedPool& pool, size_t of_pool, Strea
   TimelineRecorder recorder(rank, TimelineRecorder::Clock::now(), 0);
   const Model& model = *pool.models[of_pool];
   const std::unique_ptr<WeightFeed> weights = model.OpenFeed(1, ReadsHead(plan, rank), nullptr);
-  return RunRank({.plan = plan,
+  const RankPrompt part = {.plan = plan, .ids = ids};
+  return RunRank({.prompts = {&part, 1},
                   .model = model,
                   .weights = *weights,
                   .reader = 0,
                   .rank = rank,
-                  .ids = ids,
                   .stream = stream,
                   .communicator = communicator,
                   .wait_timeout = kSoon,
                   .on_layer_done = [](int) {},
-                  .kv = nullptr,
                   .recorder = &recorder});
 }
 
