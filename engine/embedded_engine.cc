@@ -2,31 +2,23 @@
 
 #include <algorithm>
 #include <atomic>
-#include <chrono>
 #include <filesystem>
 #include <iterator>
 #include <optional>
-#include <system_error>
-#include <thread>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
-#include "engine/comm/in_process.h"
 #include "engine/embedded_pool.h"
+#include "engine/embedded_run.h"
 #include "engine/kv_budget.h"
 #include "engine/plan/pieces.h"
 #include "engine/plan/speed_correction.h"
 #include "engine/prefill_request.h"
 #include "engine/prefill_summary.h"
-#include "engine/run/local_ranks.h"
-#include "engine/run/rank_runner.h"
-#include "engine/run/rank_weights.h"
-#include "engine/run/timeline_recorder.h"
 #include "engine/run_places.h"
 #include "engine/speed/pool_profile.h"
 #include "kernels/monotonic_time.h"
-#include "kernels/mutex.h"
 #include "kernels/return_if_error.h"
 
 namespace meshfill {
@@ -41,24 +33,6 @@ absl::Status CheckOptions(const EngineOptions& options) {
   return absl::OkStatus();
 }
 
-// Reports a layer once the last rank has finished it. Each piece of a prompt has all layers.
-class LayerProgress {
- public:
-  LayerProgress(int ranks, size_t layers, PrefillObserver* observer)
-      : remaining_(layers, ranks), observer_(observer) {}
-
-  void RankFinished(int layer) {
-    const MutexLock lock(mu_);
-    if (--remaining_[layer] > 0 || observer_ == nullptr) return;
-    observer_->OnLayerDone(layer + 1, static_cast<int>(remaining_.size()));
-  }
-
- private:
-  Mutex mu_;
-  std::vector<int> remaining_;  // ranks that have not finished the layer
-  PrefillObserver* const observer_;
-};
-
 class EmbeddedEngine : public PrefillEngine {
  public:
   EmbeddedEngine(const EngineOptions& options, EmbeddedPool pool, const PoolNotes& notes)
@@ -71,7 +45,15 @@ class EmbeddedEngine : public PrefillEngine {
                   KvMemoryOfDevices(pool_)),
         uses_cache_(options.kv_cache.value_or(true)),
         caches_all_(options.kv_cache.value_or(pool_.hardware->in_host_memory())),
-        places_(pool_.capacity.memory_budget_bytes, options.ranks, kLiveRuns) {
+        places_(pool_.capacity.memory_budget_bytes, options.ranks, kLiveRuns),
+        runs_({.pool = pool_,
+               .model_name = model_name_,
+               .on_measured = [this](const PrefillResult& result) { OnMeasured(result); },
+               .on_kept =
+                   [this](const KvBlockNames& names, const KvPrompt& kv) {
+                     if (uses_cache_) kv_store_.Enter(names, kv);
+                   },
+               .on_device_lost = [this] { lost_ = true; }}) {
     if (model_name_.empty()) {  // the path ends in a slash
       model_name_ =
           std::filesystem::path(options.model_path).lexically_normal().parent_path().filename().string();
@@ -87,7 +69,7 @@ class EmbeddedEngine : public PrefillEngine {
   int capacity() const override { return kLiveRuns; }
 
   absl::StatusOr<PlanChoice> MakePlan(int64_t tokens, const PrefillOptions& options) const override {
-    ASSIGN_OR_RETURN(PlannedPrefill planned, Plan(tokens, options, CachedTokens(tokens, options)));
+    ASSIGN_OR_RETURN(PlannedPrefill planned, PlanPrompt(tokens, options, CachedTokens(tokens, options)));
     return std::move(planned.choice);
   }
 
@@ -115,15 +97,6 @@ class EmbeddedEngine : public PrefillEngine {
                                                  PrefillObserver* observer) override;
 
  private:
-  class Run;
-
-  struct PlannedPrefill {
-    PlanChoice choice;
-    int64_t cached_tokens = 0;               // tokens found in the cache
-    std::shared_ptr<const KvSlabs> prefix;   // K and V of the cached tokens
-    std::shared_ptr<KvPrompt> kv = nullptr;  // where K and V of the other tokens go; null: nowhere
-  };
-
   bool ReadsCache(const PrefillOptions& options) const {
     return uses_cache_ && options.block_names != nullptr && !options.ignore_cache;
   }
@@ -131,17 +104,20 @@ class EmbeddedEngine : public PrefillEngine {
   bool Caches(const PrefillOptions& options) const {
     return uses_cache_ && caches_all_ && options.block_names != nullptr;
   }
+  // What runs, behind the prefix that it finds in the cache, where that is faster. The request is good.
+  absl::StatusOr<PlannedPrefill> FindPlan(const PrefillRequest& request);
   // What runs: behind `cached_tokens`, where that is faster.
-  absl::StatusOr<PlannedPrefill> Plan(int64_t tokens, const PrefillOptions& options,
-                                      int64_t cached_tokens) const;
+  absl::StatusOr<PlannedPrefill> PlanPrompt(int64_t tokens, const PrefillOptions& options,
+                                            int64_t cached_tokens) const;
   absl::StatusOr<PlanChoice> PlanBehind(int64_t cached_tokens, int64_t tokens,
                                         const PrefillOptions& options) const;
+  void OnMeasured(const PrefillResult& result);
   // Called where predictions stay wrong: the next start measures the speed anew.
   void ForgetWrongSpeed();
   // A place where the plan has room; of those on which as many compute, one whose device has the prefix.
   absl::StatusOr<RunPlaces::Place> TakePlace(const PrefillOptions& options, const PlannedPrefill& planned);
   // Gives K and V a place, where a client, the cache or later pieces want them.
-  absl::Status PrepareKv(int64_t tokens, const PrefillOptions& options, PlannedPrefill& planned);
+  absl::Status PrepareKv(const PrefillRequest& request, PlannedPrefill& planned);
 
   const EngineOptions options_;
   const PoolNotes notes_;
@@ -155,6 +131,7 @@ class EmbeddedEngine : public PrefillEngine {
   std::atomic<bool> speed_forgotten_{false};
   std::atomic<bool> lost_{false};  // a device has failed for good
   RunPlaces places_;
+  const EmbeddedRuns runs_;  // last: they use all of the above
 };
 
 absl::StatusOr<PlanChoice> EmbeddedEngine::PlanBehind(int64_t cached_tokens, int64_t tokens,
@@ -184,6 +161,11 @@ absl::StatusOr<PlanChoice> EmbeddedEngine::PlanBehind(int64_t cached_tokens, int
   return choice;
 }
 
+void EmbeddedEngine::OnMeasured(const PrefillResult& result) {
+  correction_.Observe(result.plan.predicted, MeasuredSecondsOf(result));
+  ForgetWrongSpeed();
+}
+
 void EmbeddedEngine::ForgetWrongSpeed() {
   if (options_.speed_profile_path.empty() || !correction_.StaysWrong() || speed_forgotten_.exchange(true))
     return;
@@ -200,9 +182,8 @@ void EmbeddedEngine::ForgetWrongSpeed() {
          /*warning=*/true);
 }
 
-absl::StatusOr<EmbeddedEngine::PlannedPrefill> EmbeddedEngine::Plan(int64_t tokens,
-                                                                    const PrefillOptions& options,
-                                                                    int64_t cached_tokens) const {
+absl::StatusOr<PlannedPrefill> EmbeddedEngine::PlanPrompt(int64_t tokens, const PrefillOptions& options,
+                                                          int64_t cached_tokens) const {
   if (lost_) return absl::UnavailableError("a device of this pool has failed; start the server anew");
   RETURN_IF_ERROR(CheckPromptOptions(model(), model_name_, tokens, options));
   absl::StatusOr<PlanChoice> cold = PlanBehind(0, tokens, options);
@@ -227,8 +208,9 @@ absl::StatusOr<RunPlaces::Place> EmbeddedEngine::TakePlace(const PrefillOptions&
   });
 }
 
-absl::Status EmbeddedEngine::PrepareKv(int64_t tokens, const PrefillOptions& options,
-                                       PlannedPrefill& planned) {
+absl::Status EmbeddedEngine::PrepareKv(const PrefillRequest& request, PlannedPrefill& planned) {
+  const PrefillOptions& options = request.options;
+  const int64_t tokens = std::ssize(request.tokens);
   planned.kv = options.kv;
   const bool in_pieces = !planned.choice.pieces.empty();
   if (planned.kv == nullptr && (in_pieces || Caches(options))) {
@@ -244,211 +226,12 @@ absl::Status EmbeddedEngine::PrepareKv(int64_t tokens, const PrefillOptions& opt
     }
   }
   if (planned.kv != nullptr && in_pieces) planned.kv->KeepForRuns();
+  kv_store_.MakeRoom();
+  if (ReadsCache(options)) kv_store_.CountTokens(planned.cached_tokens, tokens - planned.cached_tokens);
   return absl::OkStatus();
 }
 
-// One prompt on all ranks or on those of a sub-mesh, in one piece or more. Where a rank fails, the others are
-// stopped and woken.
-class EmbeddedEngine::Run final : public Prefill {
- public:
-  Run(EmbeddedEngine& engine, const PrefillRequest& request, PlannedPrefill planned, RunPlaces::Place place,
-      PrefillObserver* observer)
-      : engine_(engine),
-        place_(std::move(place)),
-        request_(request),
-        start_(std::chrono::steady_clock::now()),
-        pieces_(planned.choice.pieces.empty() ? std::vector<meshfill::Plan>{planned.choice.plan}
-                                              : std::move(planned.choice.pieces)),
-        kv_(std::move(planned.kv)),
-        before_(std::move(planned.prefix)),
-        progress_(place_.ranks(), pieces_.size() * engine.model().layers, observer),
-        result_{.plan = std::move(planned.choice.plan),
-                .pieces = static_cast<int>(pieces_.size()),
-                .piece_tokens = pieces_.size() > 1 ? pieces_.front().layout.tokens() : 0,
-                .cached_tokens = planned.cached_tokens,
-                .ranks = std::vector<RankStats>(place_.ranks())},
-        outputs_(place_.ranks(), absl::StatusOr<RankOutput>(absl::UnknownError(""))),
-        ends_(place_.ranks()) {
-    const size_t kept_spans = request.options.keep_timeline ? TimelineRecorder::kCapacity : 0;
-    for (int rank = 0; rank < place_.ranks(); ++rank) {
-      recorders_.emplace_back(rank, start_, kept_spans, &stop_);
-    }
-  }
-
-  // Called once, before anything else: each rank gets a stream and begins.
-  absl::Status Begin() {
-    std::vector<Stream*> by_rank;
-    for (int rank = 0; rank < place_.ranks(); ++rank) {
-      ASSIGN_OR_RETURN(std::unique_ptr<Stream> stream, device(rank).NewStream(&stop_));
-      by_rank.push_back(stream.get());
-      streams_.push_back(std::move(stream));
-    }
-    communicators_ = MakeInProcessCommunicators(by_rank, &stop_);
-    BeginPiece();
-    if (pieces_.size() == 1) return absl::OkStatus();
-    try {
-      driver_ = std::thread([this] { RunOtherPieces(); });
-    } catch (const std::system_error& error) {
-      return absl::ResourceExhaustedError(absl::StrCat("no thread could be started for a prompt in pieces (",
-                                                       error.what(), "); raise the limit of threads"));
-    }
-    return absl::OkStatus();
-  }
-
-  ~Run() override {
-    Stop();
-    Join();
-  }
-
-  void Stop() override { stop_.Stop(); }
-  void Pause() override {
-    stop_.Pause();
-    place_.SetComputes(false);
-  }
-  void Resume() override {
-    place_.SetComputes(true);
-    stop_.Resume();
-  }
-
-  uint64_t place() const override { return static_cast<uint64_t>(place_.first_rank()) + 1; }
-
-  absl::StatusOr<PrefillResult> Wait() override {
-    Join();
-    RETURN_IF_ERROR(FirstCause(outputs_));
-    const auto end = *std::max_element(ends_.begin(), ends_.end());
-    result_.paused_seconds = absl::ToDoubleSeconds(stop_.PausedTime());
-    result_.prefill_seconds = std::chrono::duration<double>(end - start_).count();
-    AddStats();
-    for (absl::StatusOr<RankOutput>& output : outputs_) {
-      if (!output->logits.empty()) result_.logits = std::move(output->logits);
-    }
-    if (RunsAsPredicted()) {
-      engine_.correction_.Observe(result_.plan.predicted, MeasuredSecondsOf(result_));
-      engine_.ForgetWrongSpeed();
-    }
-    RETURN_IF_ERROR(
-        SummarisePrefill(engine_.model(), engine_.model_name_, PeakFlops(), request_.options.top_k, result_));
-    if (request_.options.keep_timeline) result_.timeline = CollectTimeline(std::move(recorders_));
-    const auto& names = request_.options.block_names;
-    if (kv_ != nullptr && names != nullptr && engine_.uses_cache_) engine_.kv_store_.Enter(*names, *kv_);
-    return std::move(result_);
-  }
-
- private:
-  const meshfill::Plan& plan() const { return pieces_[piece_]; }
-  Device& device(int rank) const {
-    return *engine_.pool_.devices[static_cast<size_t>(place_.first_rank() + rank)];
-  }
-  std::span<const std::shared_ptr<const Model>> models() const {
-    return std::span(engine_.pool_.models).subspan(place_.first_rank(), place_.ranks());
-  }
-  // False on a sub-mesh of ranks that share cores: how long it took depends on what ran beside it.
-  bool RunsAsPredicted() const {
-    return place_.ranks() == engine_.options_.ranks || engine_.pool_.capacity.speed.lone_rank_speedup == 1;
-  }
-  // The most that its ranks can do: where ranks share cores, more than their part.
-  double PeakFlops() const {
-    const double part = static_cast<double>(place_.ranks()) / engine_.options_.ranks;
-    return engine_.pool_.peak_flops * std::min(1.0, part * engine_.pool_.capacity.speed.lone_rank_speedup);
-  }
-  int64_t tokens_ahead() const {
-    return std::ssize(request_.tokens) - plan().cached_tokens - plan().layout.tokens();
-  }
-
-  void BeginPiece() {
-    if (kv_ != nullptr) kv_->Begin(plan().layout, before_);
-    std::vector<bool> reads_head;
-    for (int rank = 0; rank < place_.ranks(); ++rank) {
-      reads_head.push_back(ReadsHead(plan(), rank, tokens_ahead() == 0));
-    }
-    weights_.emplace(models(), engine_.pool_.peers.get(), reads_head, &stop_);
-    ranks_.emplace();
-    ranks_->Start(
-        place_.ranks(), [this](int rank) { return RunOne(rank); },
-        [this](int rank, absl::StatusOr<RankOutput> output) { OnDone(rank, std::move(output)); });
-  }
-
-  // Runs on a thread of its own, since a caller need not be in Wait.
-  void RunOtherPieces() {
-    while (true) {
-      ranks_->Join();
-      if (!FirstCause(outputs_).ok() || piece_ + 1 == pieces_.size()) return;
-      AddStats();
-      ++piece_;
-      before_ = kv_->slabs();
-      BeginPiece();
-    }
-  }
-
-  void Join() {
-    if (driver_.joinable()) driver_.join();
-    if (ranks_.has_value()) ranks_->Join();
-  }
-
-  // Adds the stats of the piece that has ended.
-  void AddStats() {
-    for (size_t rank = 0; rank < outputs_.size(); ++rank) result_.ranks[rank] += outputs_[rank]->stats;
-  }
-
-  absl::StatusOr<RankOutput> RunOne(int rank) {
-    const std::span<const uint32_t> tokens =
-        request_.tokens.subspan(static_cast<size_t>(plan().cached_tokens));
-    const std::vector<uint32_t> ids = plan().layout.Deal(rank, tokens);
-    const int layers_before = static_cast<int>(piece_) * engine_.model().layers;
-    const absl::Duration paused_before = stop_.PausedTime();
-    const RankPrompt prompt = {.plan = plan(),
-                               .ids = ids,
-                               .kv = kv_.get(),
-                               .prefix = before_.get(),
-                               .tokens_ahead = tokens_ahead()};
-    absl::StatusOr<RankOutput> output =
-        RunRank({.prompts = {&prompt, 1},
-                 .model = *models()[rank],
-                 .weights = weights_->feed(rank),
-                 .reader = weights_->reader(rank),
-                 .rank = rank,
-                 .stream = *streams_[rank],
-                 .communicator = *communicators_[rank],
-                 .wait_timeout = PeerWaitTimeout(plan()),
-                 .on_layer_done = [&](int layer) { progress_.RankFinished(layers_before + layer); },
-                 .recorder = &recorders_[rank]});
-    if (output.ok()) output->stats.total_seconds -= absl::ToDoubleSeconds(stop_.PausedTime() - paused_before);
-    return output;
-  }
-
-  void OnDone(int rank, absl::StatusOr<RankOutput> output) {
-    outputs_[rank] = std::move(output);
-    ends_[rank] = ToSteadyTime(stop_.Now().run_time());
-    if (outputs_[rank].ok()) return;
-    Stop();
-    communicators_[rank]->Abort(outputs_[rank].status());
-    streams_[rank]->Finish().IgnoreError();  // what is queued uses the request's memory, and weights
-    if (device(rank).lost()) engine_.lost_ = true;
-  }
-
-  EmbeddedEngine& engine_;
-  RunPlaces::Place place_;  // given back after all that follows
-  const PrefillRequest request_;
-  const std::chrono::steady_clock::time_point start_;
-  StopToken stop_;
-  const std::vector<meshfill::Plan> pieces_;
-  size_t piece_ = 0;                       // the piece that runs
-  const std::shared_ptr<KvPrompt> kv_;     // null: K and V go nowhere
-  std::shared_ptr<const KvSlabs> before_;  // K and V of the tokens before the piece; null: there are none
-  std::vector<std::unique_ptr<Stream>> streams_;  // by rank of the run, as all that follows
-  std::vector<std::unique_ptr<Communicator>> communicators_;
-  LayerProgress progress_;
-  PrefillResult result_;
-  std::vector<TimelineRecorder> recorders_;
-  std::vector<absl::StatusOr<RankOutput>> outputs_;
-  std::vector<std::chrono::steady_clock::time_point> ends_;  // earlier by the pauses before
-  std::optional<RankWeights> weights_;                       // weights of the piece
-  std::optional<LocalRanks> ranks_;  // threads of the piece; last but one: they use all of the above
-  std::thread driver_;               // runs a prompt in pieces; last: it uses all of the above
-};
-
-absl::StatusOr<std::unique_ptr<Prefill>> EmbeddedEngine::Start(const PrefillRequest& request,
-                                                               PrefillObserver* observer) {
+absl::StatusOr<PlannedPrefill> EmbeddedEngine::FindPlan(const PrefillRequest& request) {
   const PrefillOptions& options = request.options;
   const int64_t tokens = std::ssize(request.tokens);
   std::shared_ptr<const KvSlabs> prefix;  // held from here on
@@ -461,21 +244,22 @@ absl::StatusOr<std::unique_ptr<Prefill>> EmbeddedEngine::Start(const PrefillRequ
         });
     cached_tokens = prefix->tokens();
   }
-  ASSIGN_OR_RETURN(PlannedPrefill planned, Plan(tokens, options, cached_tokens));
+  ASSIGN_OR_RETURN(PlannedPrefill planned, PlanPrompt(tokens, options, cached_tokens));
   if (planned.cached_tokens > 0) {
     planned.prefix = std::make_shared<const KvSlabs>(FirstTokens(*prefix, planned.cached_tokens));
   }
-  prefix.reset();
   RETURN_IF_ERROR(CheckTokenIds(model(), model_name_, request.tokens));
   RETURN_IF_ERROR(CheckSchedule(planned.choice.plan.schedule));
-  for (const meshfill::Plan& piece : planned.choice.pieces) RETURN_IF_ERROR(CheckSchedule(piece.schedule));
-  ASSIGN_OR_RETURN(RunPlaces::Place place, TakePlace(options, planned));
-  RETURN_IF_ERROR(PrepareKv(tokens, options, planned));
-  kv_store_.MakeRoom();
-  if (ReadsCache(options)) kv_store_.CountTokens(planned.cached_tokens, tokens - planned.cached_tokens);
-  auto run = std::make_unique<Run>(*this, request, std::move(planned), std::move(place), observer);
-  RETURN_IF_ERROR(run->Begin());
-  return run;
+  for (const Plan& piece : planned.choice.pieces) RETURN_IF_ERROR(CheckSchedule(piece.schedule));
+  return planned;
+}
+
+absl::StatusOr<std::unique_ptr<Prefill>> EmbeddedEngine::Start(const PrefillRequest& request,
+                                                               PrefillObserver* observer) {
+  ASSIGN_OR_RETURN(PlannedPrefill planned, FindPlan(request));
+  ASSIGN_OR_RETURN(RunPlaces::Place place, TakePlace(request.options, planned));
+  RETURN_IF_ERROR(PrepareKv(request, planned));
+  return BeginEmbeddedRun(runs_, request, std::move(planned), std::move(place), observer);
 }
 
 }  // namespace
