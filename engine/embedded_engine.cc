@@ -4,14 +4,20 @@
 #include <atomic>
 #include <filesystem>
 #include <iterator>
+#include <limits>
 #include <optional>
+#include <span>
 #include <utility>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "engine/embedded_pack.h"
 #include "engine/embedded_pool.h"
 #include "engine/embedded_run.h"
 #include "engine/kv_budget.h"
+#include "engine/plan/cost_model.h"
+#include "engine/plan/pack.h"
 #include "engine/plan/pieces.h"
 #include "engine/plan/speed_correction.h"
 #include "engine/prefill_request.h"
@@ -58,6 +64,7 @@ class EmbeddedEngine : public PrefillEngine {
       model_name_ =
           std::filesystem::path(options.model_path).lexically_normal().parent_path().filename().string();
     }
+    pack_room_ = MeasurePackRoom();
   }
 
   const ModelShape& model() const override { return pool_.models.front()->shape(); }
@@ -96,6 +103,11 @@ class EmbeddedEngine : public PrefillEngine {
   absl::StatusOr<std::unique_ptr<Prefill>> Start(const PrefillRequest& request,
                                                  PrefillObserver* observer) override;
 
+  PackRoom pack_room() const override { return pack_room_; }
+  PackShare ShareOfPack(int64_t tokens, const PrefillOptions& options) const override;
+  absl::StatusOr<std::vector<std::unique_ptr<Prefill>>> StartPack(
+      std::span<const PrefillRequest> requests, std::span<PrefillObserver* const> observers) override;
+
  private:
   bool ReadsCache(const PrefillOptions& options) const {
     return uses_cache_ && options.block_names != nullptr && !options.ignore_cache;
@@ -104,6 +116,14 @@ class EmbeddedEngine : public PrefillEngine {
   bool Caches(const PrefillOptions& options) const {
     return uses_cache_ && caches_all_ && options.block_names != nullptr;
   }
+  // The prompt on one rank.
+  PrefillOptions OnOneRank(PrefillOptions options) const {
+    options.submeshes = options_.ranks;
+    return options;
+  }
+  // Of a plan for one rank.
+  PackShare ShareOf(const Plan& plan) const;
+  PackRoom MeasurePackRoom() const;
   // What runs, behind the prefix that it finds in the cache, where that is faster. The request is good.
   absl::StatusOr<PlannedPrefill> FindPlan(const PrefillRequest& request);
   // What runs: behind `cached_tokens`, where that is faster.
@@ -131,7 +151,8 @@ class EmbeddedEngine : public PrefillEngine {
   std::atomic<bool> speed_forgotten_{false};
   std::atomic<bool> lost_{false};  // a device has failed for good
   RunPlaces places_;
-  const EmbeddedRuns runs_;  // last: they use all of the above
+  const EmbeddedRuns runs_;  // they use all of the above
+  PackRoom pack_room_;
 };
 
 absl::StatusOr<PlanChoice> EmbeddedEngine::PlanBehind(int64_t cached_tokens, int64_t tokens,
@@ -260,6 +281,65 @@ absl::StatusOr<std::unique_ptr<Prefill>> EmbeddedEngine::Start(const PrefillRequ
   ASSIGN_OR_RETURN(RunPlaces::Place place, TakePlace(request.options, planned));
   RETURN_IF_ERROR(PrepareKv(request, planned));
   return BeginEmbeddedRun(runs_, request, std::move(planned), std::move(place), observer);
+}
+
+PackShare EmbeddedEngine::ShareOf(const Plan& plan) const {
+  const Prediction& predicted = plan.predicted;
+  const PartFactors factors = correction_.factors();
+  const double pass = std::max(0.0, predicted.parts.fixed + factors.fixed_seconds) +
+                      factors.products * PassSeconds(model(), pool_.capacity.speed);
+  return {.tokens = plan.layout.tokens(),
+          .least_seconds = predicted.weight_seconds > 0 ? predicted.seconds : 0,
+          .pass_seconds = pass,
+          .added_seconds = std::max(0.0, predicted.seconds - predicted.weight_seconds - pass)};
+}
+
+// What was asked of a mesh by name gets it.
+PackShare EmbeddedEngine::ShareOfPack(int64_t tokens, const PrefillOptions& options) const {
+  const bool asks = options.tile.has_value() || options.heads.has_value() || options.layout.has_value() ||
+                    options.stripe.has_value();
+  if (pack_room_.ranks == 0 || asks) return {};
+  const PrefillOptions on_rank = OnOneRank(options);
+  const int64_t cached_tokens = CachedTokens(tokens, on_rank);
+  if (tokens - cached_tokens > pack_room_.rank_tokens) return {};
+  const absl::StatusOr<PlannedPrefill> planned = PlanPrompt(tokens, on_rank, cached_tokens);
+  return planned.ok() && planned->choice.pieces.empty() ? ShareOf(planned->choice.plan) : PackShare{};
+}
+
+// A slice of tokens on each rank, or as many as its memory allows.
+PackRoom EmbeddedEngine::MeasurePackRoom() const {
+  const bool alike = std::all_of(pool_.devices.begin(), pool_.devices.end(),
+                                 [](const auto& device) { return device->rows_are_independent(); });
+  if (!alike) return {};
+  for (int64_t tokens = std::min(pool_.capacity.speed.slice_tokens, model().context_tokens); tokens > 1;
+       tokens /= 2) {
+    const absl::StatusOr<PlannedPrefill> planned = PlanPrompt(tokens, OnOneRank({}), 0);
+    if (planned.ok() && planned->choice.pieces.empty())
+      return {.ranks = options_.ranks, .rank_tokens = tokens};
+  }
+  return {};
+}
+
+absl::StatusOr<std::vector<std::unique_ptr<Prefill>>> EmbeddedEngine::StartPack(
+    std::span<const PrefillRequest> requests, std::span<PrefillObserver* const> observers) {
+  const int64_t weight_bytes = pool_.capacity.weights.Share(1, options_.ranks).run_bytes;
+  Pack pack({.ranks = options_.ranks, .rank_tokens = std::numeric_limits<int64_t>::max()});
+  std::vector<int64_t> rank_bytes(static_cast<size_t>(options_.ranks), weight_bytes);
+  std::vector<PackedPrefill> prompts;
+  for (size_t i = 0; i < requests.size(); ++i) {
+    PrefillRequest request = requests[i];
+    request.options = OnOneRank(request.options);
+    ASSIGN_OR_RETURN(PlannedPrefill planned, FindPlan(request));
+    if (!planned.choice.pieces.empty()) return absl::InternalError("a prompt in pieces shares no pass");
+    const int rank = *pack.Add(ShareOf(planned.choice.plan));
+    rank_bytes[static_cast<size_t>(rank)] += planned.choice.plan.predicted.run_bytes - weight_bytes;
+    prompts.push_back({request, std::move(planned), rank, observers[i]});
+  }
+  const int64_t most_bytes = *std::max_element(rank_bytes.begin(), rank_bytes.end());
+  ASSIGN_OR_RETURN(RunPlaces::Place place, places_.Take(1, options_.ranks * most_bytes));
+  for (PackedPrefill& prompt : prompts) prompt.planned.choice.plan.predicted.seconds = pack.seconds();
+  for (PackedPrefill& prompt : prompts) RETURN_IF_ERROR(PrepareKv(prompt.request, prompt.planned));
+  return BeginEmbeddedPack(runs_, std::move(prompts), std::move(place));
 }
 
 }  // namespace

@@ -10,4 +10,9 @@ absl::StatusOr<PrefillResult> RunPrefill(PrefillEngine& engine, const PrefillReq
   return prefill->Wait();
 }
 
+absl::StatusOr<std::vector<std::unique_ptr<Prefill>>> PrefillEngine::StartPack(
+    std::span<const PrefillRequest> /*requests*/, std::span<PrefillObserver* const> /*observers*/) {
+  return absl::InternalError("no prompts of this engine share a pass: its pack_room is nothing");
+}
+
 }  // namespace meshfill

@@ -17,6 +17,7 @@
 #include "engine/kv/kv_prompt.h"
 #include "engine/kv/kv_store.h"
 #include "engine/model/model_shape.h"
+#include "engine/plan/pack.h"
 #include "engine/plan/plan.h"
 #include "engine/plan/planner.h"
 #include "engine/run/expert_load.h"
@@ -44,7 +45,7 @@ struct PrefillOptions {
   std::shared_ptr<const KvBlockNames> block_names;
   bool ignore_cache = false;   // computes all tokens, also those of a cached prefix
   std::string kv_lease;        // where workers keep K and V: the lease that they keep them under
-  bool keep_timeline = false;  // record what every rank does when
+  bool keep_timeline = false;  // record what every rank does when; not where it shares its pass
   // The prompt runs on one of so many sub-meshes, where it can, so that others may run beside it. 1: on the
   // whole pool.
   int submeshes = 1;
@@ -87,6 +88,7 @@ struct PrefillResult {
   std::vector<RankStats> ranks;          // by rank
   std::vector<ExpertLoad> expert_loads;  // by layer that has experts
   std::optional<Timeline> timeline;      // from the start of the run
+  int pack_prompts = 1;                  // prompts that shared its pass, it included
 
   int64_t tokens() const { return plan.cached_tokens + plan.layout.tokens(); }  // the whole prompt
 };
@@ -172,6 +174,17 @@ class PrefillEngine {
   // works.
   virtual absl::StatusOr<std::unique_ptr<Prefill>> Start(const PrefillRequest& request,
                                                          PrefillObserver* observer) = 0;
+
+  // What one pass of several prompts holds; none do where that is nothing.
+  virtual PackRoom pack_room() const { return {}; }
+  // What a prompt would bring to such a pass; no tokens: it runs in one of its own.
+  virtual PackShare ShareOfPack(int64_t /*tokens*/, const PrefillOptions& /*options*/) const { return {}; }
+  // Begins prompts that share a pass; `observers` by prompt, each as Start's. A prefill for each: they
+  // compute and stand still together, which the last call of Pause or Resume of any of them decides, and
+  // count as one that lives. Stop ends that prompt alone: its Wait returns soon, the others compute on.
+  // Errors: Start's, of the first prompt that has one.
+  virtual absl::StatusOr<std::vector<std::unique_ptr<Prefill>>> StartPack(
+      std::span<const PrefillRequest> requests, std::span<PrefillObserver* const> observers);
 };
 
 // Runs one prompt from its start to its end, where nobody stops it.

@@ -63,11 +63,15 @@ double BeginSeconds(const PoolSpeed& speed, const TokenLayout& layout) {
                      static_cast<double>(layout.tokens()) / layout.ranks() * speed.token_seconds);
 }
 
+// Seconds in which the LM head's weights are read.
+double LmHeadReadSeconds(const ModelShape& model, const PoolSpeed& speed) {
+  return static_cast<double>(LmHeadBytes(model, model.dtype)) / speed.lm_head_bytes_per_second;
+}
+
 // Seconds of the LM head on one rank, while the others wait.
 double LmHeadSeconds(const ModelShape& model, const PoolSpeed& speed) {
-  const auto bytes = static_cast<double>(LmHeadBytes(model, model.dtype));
   return LmHeadFlops(model) / speed.gemm_flops_per_second / speed.lone_rank_speedup +
-         bytes / speed.lm_head_bytes_per_second;
+         LmHeadReadSeconds(model, speed);
 }
 
 double ProductSeconds(const ModelShape& model, const PoolSpeed& speed, const PlanShape& shape) {
@@ -368,6 +372,10 @@ void PredictMemory(const ModelShape& model, const PoolSpeed& speed, const PlanSh
                    const Schedule& schedule, Prediction& predicted) {
   predicted.run_bytes = predicted.peak_bytes =
       PeakBytes(model, PlanSliceTokens(shape, speed.slice_tokens), shape, schedule);
+}
+
+double PassSeconds(const ModelShape& model, const PoolSpeed& speed) {
+  return model.layers * speed.slice_seconds + LmHeadReadSeconds(model, speed);
 }
 
 double LeastSeconds(const ModelShape& model, const PoolSpeed& speed, const PlanShape& shape,

@@ -53,6 +53,10 @@ Prediction PredictTime(const ModelShape& model, const PoolSpeed& speed, const Pl
 void PredictMemory(const ModelShape& model, const PoolSpeed& speed, const PlanShape& shape,
                    const Schedule& schedule, Prediction& predicted);
 
+// What a pass takes of `parts.products` however few tokens it has: a slice of each layer, and the LM head,
+// whose weights are read once for all rows.
+double PassSeconds(const ModelShape& model, const PoolSpeed& speed);
+
 // No schedule of the shape is predicted to take less: its transfers go one by one, or with `many_rings` along
 // all rings at once, its blocks beside them.
 double LeastSeconds(const ModelShape& model, const PoolSpeed& speed, const PlanShape& shape,

@@ -133,6 +133,14 @@ TEST_F(CudaEngineTest, AutoTakesTheGpuAndLeavesF32ToTheCpu) {
   EXPECT_EQ((*on_cpu)->backend_name().rfind("cpu/", 0), 0u);
 }
 
+// cuBLASLt's algorithm depends on how many rows there are, so that others would change a prompt's bits.
+TEST_F(CudaEngineTest, NoPromptsShareAPass) {
+  const auto engine = Load(2);
+  ASSERT_NE(engine, nullptr);
+  EXPECT_EQ(engine->pack_room(), PackRoom());
+  EXPECT_EQ(engine->ShareOfPack(10, {}), PackShare());
+}
+
 TEST_F(CudaEngineTest, RefusesWhatItsKernelsDoNotCompute) {
   EngineOptions options = Options(1);
   options.dtype = DType::kF32;

@@ -1,0 +1,68 @@
+#include "engine/plan/pack.h"
+
+#include <algorithm>
+#include <random>
+#include <vector>
+
+#include "gtest/gtest.h"
+#include "tests/engine/random_seed.h"
+
+namespace meshfill {
+namespace {
+
+PackShare DrawShare(std::mt19937_64& random, int64_t most_tokens) {
+  std::uniform_real_distribution<double> seconds(0, 1);
+  return {.tokens = Draw<int64_t>(random, 1, most_tokens),
+          .least_seconds = Draw(random, 0, 1) * seconds(random),
+          .pass_seconds = seconds(random),
+          .added_seconds = seconds(random)};
+}
+
+// Each goes to a rank that has fewest tokens and room for it; who has none is left out, and changes nothing.
+TEST(Pack, DealsToTheRankThatHasLeast) {
+  const uint64_t seed = TestSeed();
+  SCOPED_TRACE(testing::Message() << "seed " << seed);
+  std::mt19937_64 random(seed);
+  int refused = 0;
+  for (int draw = 0; draw < 200; ++draw) {
+    const PackRoom room = {.ranks = Draw(random, 1, 5), .rank_tokens = Draw<int64_t>(random, 1, 300)};
+    Pack pack(room);
+    std::vector<int64_t> tokens(static_cast<size_t>(room.ranks));
+    std::vector<double> added(static_cast<size_t>(room.ranks));
+    double least = 0, once = 0;
+    for (int i = 0; i < 30; ++i) {
+      const PackShare share = DrawShare(random, 200);
+      const double before = pack.seconds();
+      const std::optional<int> rank = pack.Add(share);
+      const int64_t fewest = *std::min_element(tokens.begin(), tokens.end());
+      ASSERT_EQ(rank.has_value(), fewest + share.tokens <= room.rank_tokens);
+      if (!rank.has_value()) {
+        ++refused;
+        EXPECT_EQ(pack.seconds(), before);
+        continue;
+      }
+      EXPECT_EQ(tokens[*rank], fewest);
+      tokens[*rank] += share.tokens;
+      added[*rank] += share.added_seconds;
+      least = std::max(least, share.least_seconds);
+      once = std::max(once, share.pass_seconds);
+      EXPECT_DOUBLE_EQ(pack.seconds(), std::max(least, once + *std::max_element(added.begin(), added.end())));
+    }
+  }
+  EXPECT_GT(refused, 0);
+}
+
+TEST(Pack, HasNoRoomWhereNoneIsGiven) {
+  Pack none(PackRoom{});
+  EXPECT_EQ(none.Add({.tokens = 1}), std::nullopt);
+  EXPECT_EQ(none.seconds(), 0);
+  Pack pack({.ranks = 2, .rank_tokens = 10});
+  EXPECT_EQ(pack.Add({.tokens = 0, .pass_seconds = 5}), std::nullopt) << "it runs in a pass of its own";
+  EXPECT_EQ(pack.seconds(), 0);
+  EXPECT_EQ(pack.Add({.tokens = 10}), 0);
+  EXPECT_EQ(pack.Add({.tokens = 10}), 1);
+  EXPECT_EQ(pack.Add({.tokens = 1}), std::nullopt);
+}
+
+}  // namespace
+}  // namespace meshfill
