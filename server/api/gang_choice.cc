@@ -1,21 +1,25 @@
 #include "server/api/gang_choice.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstddef>
+#include <numeric>
 #include <utility>
 
 namespace meshfill {
 namespace {
 
-constexpr double kLongestBeside = 2;  // longest prefill on a sub-mesh beside the first, by its seconds
-constexpr double kLeastGain = 0.95;   // sub-meshes are taken where the mean end is before that of one
-constexpr size_t kMostWeighed = 64;   // prefills that this mean is over
+constexpr double kLongestBeside = 2;  // longest prefill beside the first, or beside one that shares its pass
+// Sub-meshes and packs are taken where the mean end is before so much of that in turn.
+constexpr double kLeastGain = 0.95;
+constexpr size_t kMostWeighed = 64;                 // prefills that this mean is over
+constexpr size_t kMostLookedAt = 4 * kMostWeighed;  // of the order, for those that could share a pass
 
 }  // namespace
 
 Gang GangChoice::FirstThatMay(std::span<const RunTicket> ranked) const {
   Gang gang;
-  int may_begin = may_begin_;
+  int may_begin = limits_.may_begin;
   double longest_seconds = 0;
   bool looks_at_gain = false;
   for (size_t i = 0; i < ranked.size(); ++i) {
@@ -25,7 +29,12 @@ Gang GangChoice::FirstThatMay(std::span<const RunTicket> ranked) const {
     const bool lives = entry.state == RunState::kLive;
     if (!lives && may_begin == 0) continue;
     if (gang.tickets.empty()) {
+      if (entry.pack != 0) return {.tickets = MembersOf(entry.pack)};
       gang.submeshes = lives ? entry.submeshes : BestSubmeshes(ranked.subspan(i));
+      if (!lives && limits_.pack.ranks > 0) {
+        Gang pack = BestPack(ranked.subspan(i), gang.submeshes);
+        if (!pack.tickets.empty()) return pack;
+      }
       longest_seconds = kLongestBeside * entry.job.SecondsOn(gang.submeshes);
       looks_at_gain = lives;
     } else if (lives ? entry.submeshes != gang.submeshes || IsAt(entry.place, gang)
@@ -57,7 +66,7 @@ int GangChoice::BestSubmeshes(std::span<const RunTicket> ranked) const {
   int best = 1;
   double best_ratio = kLeastGain;
   for (const auto& [submeshes, seconds] : first.submeshes) {
-    const auto at_once = std::min<std::ptrdiff_t>(submeshes, may_begin_ + computes_on(submeshes));
+    const auto at_once = std::min<std::ptrdiff_t>(submeshes, limits_.may_begin + computes_on(submeshes));
     std::vector<double> free_at(static_cast<size_t>(at_once), 0);
     double in_turn = 0, ends_in_turn = 0, ends_beside = 0;
     size_t weighed = 0;
@@ -103,6 +112,131 @@ bool GangChoice::GainBeside(std::span<const RunTicket> ranked, int submeshes, do
     ends_in_turn += in_turn;
   }
   return ends_beside < ends_in_turn;
+}
+
+std::vector<RunTicket> GangChoice::MembersOf(uint64_t pack) const {
+  std::vector<RunTicket> members;
+  for (const auto& [ticket, entry] : entries_) {
+    if (entry.pack == pack && !entry.leaving) members.push_back(ticket);
+  }
+  return members;
+}
+
+// The size of the pack is weighed over all that could share it. Where many wait, a large one lets the first
+// end later than a small one would, and all the others earlier.
+Gang GangChoice::BestPack(std::span<const RunTicket> ranked, int submeshes) const {
+  const std::vector<Sharer> sharers = Sharers(ranked);
+  if (sharers.size() < 2) return {};
+  Passes best = InPasses(sharers, 1);
+  best.ends_seconds *= kLeastGain;
+  for (size_t most = 2;; most = std::min(2 * most, sharers.size())) {
+    const Passes passes = InPasses(sharers, most);
+    const bool earlier = passes.prompts > 1 && passes.ends_seconds < best.ends_seconds;
+    if (earlier && KeepsDeadlines(std::span(sharers).first(passes.prompts), passes.seconds)) best = passes;
+    if (most == sharers.size()) break;
+  }
+  if (best.prompts < 2) return {};
+  if (submeshes > 1 && EndsBeside(sharers, submeshes) <= EndsAround(best, submeshes)) return {};
+  Gang pack{.pass_seconds = best.seconds};
+  for (const Sharer& sharer : std::span(sharers).first(best.prompts)) pack.tickets.push_back(sharer->first);
+  return pack;
+}
+
+std::vector<GangChoice::Sharer> GangChoice::Sharers(std::span<const RunTicket> ranked) const {
+  const RunEntry& first = entries_.at(ranked.front());
+  std::vector<Sharer> sharers;
+  if (!MayShare(first)) return sharers;
+  double shortest = first.job.work_seconds, longest = shortest;
+  for (const RunTicket ticket : ranked.first(std::min(ranked.size(), kMostLookedAt))) {
+    const Sharer sharer = entries_.find(ticket);
+    const RunEntry& entry = sharer->second;
+    if (entry.put_back || sharers.size() == kMostWeighed) break;
+    if (!MayShare(entry) || entry.job.priority != first.job.priority) continue;
+    const double work = entry.job.work_seconds;
+    if (std::max(longest, work) > kLongestBeside * std::min(shortest, work)) continue;
+    shortest = std::min(shortest, work);
+    longest = std::max(longest, work);
+    sharers.push_back(sharer);
+  }
+  return sharers;
+}
+
+// What is old or urgent waits for nobody's tokens but its own.
+bool GangChoice::MayShare(const RunEntry& entry) const {
+  return entry.state == RunState::kWaiting && !entry.put_back && entry.job.pack.tokens > 0 &&
+         entry.job.pack.tokens <= limits_.pack.rank_tokens && !entry.IsOlder(limits_.max_age, now_) &&
+         !entry.IsUrgent(now_);
+}
+
+// A pass ends with the first that finds no room: nobody overtakes it. Where a pass would take longer than its
+// prompts in turn, they run in turn.
+GangChoice::Passes GangChoice::InPasses(std::span<const Sharer> sharers, size_t most_prompts) const {
+  Passes passes;
+  for (size_t begin = 0; begin < sharers.size();) {
+    Pack pack(limits_.pack);
+    double in_turn = 0;
+    size_t end = begin;
+    for (; end < sharers.size() && end - begin < most_prompts; ++end) {
+      const RunJob& job = sharers[end]->second.job;
+      if (!pack.Add(job.pack).has_value()) break;
+      in_turn += job.work_seconds;
+    }
+    const bool share = end - begin > 1 && pack.seconds() <= in_turn;
+    if (share && begin == 0) {
+      passes.prompts = end;
+      passes.seconds = pack.seconds();
+    }
+    if (share) passes.all_seconds += pack.seconds();
+    for (; begin < end; ++begin) {
+      if (!share) passes.all_seconds += sharers[begin]->second.job.work_seconds;
+      passes.ends_seconds += passes.all_seconds;
+    }
+  }
+  return passes;
+}
+
+double GangChoice::EndsBeside(std::span<const Sharer> sharers, int submeshes) const {
+  std::vector<double> free_at;
+  for (const RunTicket ticket : computing_) {
+    const RunEntry& entry = entries_.at(ticket);
+    if (entry.submeshes == submeshes) free_at.push_back(entry.Rest(now_));
+  }
+  double ends = std::accumulate(free_at.begin(), free_at.end(), 0.0);
+  const size_t at_once = free_at.size() + static_cast<size_t>(limits_.may_begin);
+  free_at.resize(std::min(at_once, static_cast<size_t>(submeshes)), 0);
+  double in_turn = 0, ends_in_turn = 0;  // of those that run on all devices alone
+  size_t alone = 0;
+  for (const Sharer& sharer : sharers) {
+    const RunJob& job = sharer->second.job;
+    const double on_submesh = job.SecondsOn(submeshes);
+    if (std::isinf(on_submesh)) {
+      in_turn += job.work_seconds;
+      ends_in_turn += in_turn;
+      ++alone;
+      continue;
+    }
+    const auto next = std::min_element(free_at.begin(), free_at.end());
+    *next += on_submesh;
+    ends += *next;
+  }
+  return ends + ends_in_turn + static_cast<double>(alone) * *std::max_element(free_at.begin(), free_at.end());
+}
+
+double GangChoice::EndsAround(const Passes& passes, int submeshes) const {
+  double ends = passes.ends_seconds;
+  for (const RunTicket ticket : computing_) {
+    const RunEntry& entry = entries_.at(ticket);
+    if (entry.submeshes == submeshes) ends += passes.all_seconds + entry.Rest(now_);
+  }
+  return ends;
+}
+
+bool GangChoice::KeepsDeadlines(std::span<const Sharer> sharers, double pass_seconds) const {
+  const absl::Time end = now_ + absl::Seconds(kRestToSpare * pass_seconds);
+  return std::all_of(sharers.begin(), sharers.end(), [&](const Sharer& sharer) {
+    const RunEntry& entry = sharer->second;
+    return end <= entry.job.deadline || !entry.CanMeetDeadline(now_);
+  });
 }
 
 }  // namespace meshfill

@@ -11,6 +11,8 @@
 
 namespace meshfill {
 
+inline constexpr double kRestToSpare = 1.25;  // of a rest, before a deadline
+
 using RunTicket = uint64_t;  // names a prefill; above 0, rising
 
 struct RunJob {
@@ -20,6 +22,7 @@ struct RunJob {
   double weight = 1;        // the tenant's weight: 2 gets twice the seconds of 1
   absl::Time deadline = absl::InfiniteFuture();
   std::vector<SubmeshSeconds> submeshes = {};  // sub-meshes that it may run on; none: on all devices alone
+  PackShare pack = {};                         // what it brings to a pass that it shares with others
 
   // Predicted, on one of so many sub-meshes. 1: on all devices. Infinite: it does not run there.
   double SecondsOn(int of_submeshes) const;
@@ -38,14 +41,20 @@ struct RunEntry {
   bool computes = false;
   int submeshes = 1;        // it lives on one of so many
   uint64_t place = 0;       // there; 0: not known
+  uint64_t pack = 0;        // it lives in this one, with others of the same number; 0: in none
   absl::Duration computed;  // before `since`, where it computes
   absl::Time since;         // it computes since then
-  double rest_seconds = 0;  // when it had computed `measured_at`, on what it has
+  // Predicted, on what it has: its submeshes, or the pass that it shares.
+  double whole_seconds = 0;
+  double rest_seconds = 0;  // when it had computed `measured_at`
   absl::Duration measured_at;
 
   absl::Duration Computed(absl::Time now) const;
   double Rest(absl::Time now) const;  // seconds, predicted, on what it has
   bool CanMeetDeadline(absl::Time now) const;
+  bool IsUrgent(absl::Time now) const { return urgent && CanMeetDeadline(now); }
+  // Whether it has waited or stood still for longer.
+  bool IsOlder(absl::Duration age, absl::Time now) const { return now - complete_at - Computed(now) > age; }
 };
 
 }  // namespace meshfill

@@ -14,9 +14,17 @@ namespace {
 
 constexpr double kLeastRestSeconds = 1e-6;
 constexpr size_t kMostTenants = 4096;  // tenants whose leads are kept, beside those that have something here
-constexpr double kRestToSpare = 1.25;  // before a deadline
 constexpr int kLooks = 32;             // how often RunAhead looks at whose turn it is
 constexpr double kLeastLookSeconds = 0.1;  // least time between two looks: no rank changes much before
+
+// Picks one prefill of each pass.
+class OneOfAPass {
+ public:
+  bool operator()(const RunEntry& entry) { return entry.pack == 0 || seen_.insert(entry.pack).second; }
+
+ private:
+  std::set<uint64_t> seen_;
+};
 
 }  // namespace
 
@@ -37,13 +45,15 @@ void RunOrder::Announce(Ticket ticket, const Job& job, absl::Time now) {
   Entry& entry = entries_[ticket];
   entry.job = job;
   entry.job.priority = std::clamp(job.priority, -kTopPriority, kTopPriority);
-  entry.rest_seconds = job.work_seconds;
+  entry.rest_seconds = entry.whole_seconds = job.work_seconds;
 }
 
-void RunOrder::SetWork(Ticket ticket, double work_seconds, std::vector<SubmeshSeconds> submeshes) {
+void RunOrder::SetWork(Ticket ticket, double work_seconds, std::vector<SubmeshSeconds> submeshes,
+                       const PackShare& pack) {
   Entry& entry = entries_.at(ticket);
-  entry.job.work_seconds = entry.rest_seconds = work_seconds;
+  entry.job.work_seconds = entry.rest_seconds = entry.whole_seconds = work_seconds;
   entry.job.submeshes = std::move(submeshes);
+  entry.job.pack = pack;
 }
 
 void RunOrder::Pay(Ticket ticket) { entries_.at(ticket).paid = true; }
@@ -56,21 +66,36 @@ void RunOrder::Complete(Ticket ticket, absl::Time now) {
 }
 
 void RunOrder::SetDone(Ticket ticket, double share, absl::Time now) {
-  Entry& entry = entries_.at(ticket);
   if (!(share > 0)) return;
-  entry.measured_at = entry.Computed(now);
-  entry.rest_seconds = absl::ToDoubleSeconds(entry.measured_at) * (1 - std::min(1.0, share)) / share;
+  const Entry& told = entries_.at(ticket);
+  const double rest_seconds = absl::ToDoubleSeconds(told.Computed(now)) * (1 - std::min(1.0, share)) / share;
+  for (auto& [other, entry] : entries_) {
+    if (other != ticket && (told.pack == 0 || entry.pack != told.pack)) continue;
+    entry.measured_at = entry.Computed(now);
+    entry.rest_seconds = rest_seconds;
+  }
 }
 
 void RunOrder::PutBack(Ticket ticket, absl::Time now) {
+  const bool others_live = live() > 1;
+  ReturnToWait(ticket, now);
+  entries_.at(ticket).put_back = others_live;
+}
+
+void RunOrder::PutApart(Ticket ticket, absl::Time now) {
+  ReturnToWait(ticket, now);
+  entries_.at(ticket).job.pack = {};
+}
+
+void RunOrder::ReturnToWait(Ticket ticket, absl::Time now) {
   TakeTurn(ticket, now);
   Entry& entry = entries_.at(ticket);
   entry.state = State::kWaiting;
   entry.submeshes = 1;
   entry.place = 0;
-  entry.rest_seconds = entry.job.work_seconds;
+  entry.pack = 0;
+  entry.rest_seconds = entry.whole_seconds = entry.job.work_seconds;
   entry.measured_at = entry.computed;
-  entry.put_back = live() > 0;
 }
 
 void RunOrder::Leave(Ticket ticket, absl::Time now) {
@@ -109,8 +134,10 @@ std::vector<RunOrder::Ticket> RunOrder::Ranked(absl::Time now) {
 }
 
 Gang RunOrder::FirstThatMay(std::span<const Ticket> ranked, absl::Time now) const {
-  const int may_begin = std::max(0, options_.most_live - live());
-  return GangChoice(entries_, computing_, may_begin, now).FirstThatMay(ranked);
+  const GangChoice::Limits limits = {.may_begin = std::max(0, options_.most_live - live()),
+                                     .max_age = options_.max_age,
+                                     .pack = options_.pack};
+  return GangChoice(entries_, computing_, limits, now).FirstThatMay(ranked);
 }
 
 void RunOrder::Give(const Gang& gang, absl::Time now) {
@@ -119,13 +146,16 @@ void RunOrder::Give(const Gang& gang, absl::Time now) {
     entry.computes = std::find(gang.tickets.begin(), gang.tickets.end(), ticket) != gang.tickets.end();
   }
   computing_ = gang.tickets;
+  if (gang.pass_seconds.has_value()) ++last_pack_;
   for (const Ticket ticket : computing_) {
     Entry& entry = entries_.at(ticket);
     if (std::exchange(entry.computes, true)) continue;
     entry.since = now;
-    if (std::exchange(entry.state, State::kLive) == State::kLive || gang.submeshes == 1) continue;
+    if (std::exchange(entry.state, State::kLive) == State::kLive) continue;
     entry.submeshes = gang.submeshes;
-    entry.rest_seconds = entry.job.SecondsOn(gang.submeshes);
+    entry.pack = gang.pass_seconds.has_value() ? last_pack_ : 0;
+    entry.whole_seconds = gang.pass_seconds.value_or(entry.job.SecondsOn(gang.submeshes));
+    entry.rest_seconds = entry.whole_seconds;
   }
 }
 
@@ -135,9 +165,20 @@ void RunOrder::TakeTurn(Ticket ticket, absl::Time now) {
   std::erase(computing_, ticket);
 }
 
+bool RunOrder::StandsForPack(Ticket ticket) const {
+  const uint64_t pack = entries_.at(ticket).pack;
+  if (pack == 0) return true;
+  const auto first = std::find_if(entries_.begin(), entries_.end(), [&](const auto& each) {
+    return each.second.pack == pack && !each.second.leaving;
+  });
+  return first != entries_.end() && first->first == ticket;
+}
+
 int RunOrder::live() const {
-  return static_cast<int>(std::count_if(entries_.begin(), entries_.end(),
-                                        [](const auto& each) { return each.second.state == State::kLive; }));
+  OneOfAPass one_of_a_pass;
+  return static_cast<int>(std::count_if(entries_.begin(), entries_.end(), [&](const auto& each) {
+    return each.second.state == State::kLive && one_of_a_pass(each.second);
+  }));
 }
 
 double RunOrder::RestSeconds(Ticket ticket, absl::Time now) const { return entries_.at(ticket).Rest(now); }
@@ -154,7 +195,9 @@ std::vector<RunOrder::Turn> RunOrder::TurnsUpTo(Ticket ticket, absl::Time now) c
 
 double RunOrder::MostWaitSeconds(absl::Time now) const {
   double seconds = 0;
+  OneOfAPass one_of_a_pass;
   for (const auto& [ticket, entry] : entries_) {
+    if (!entry.leaving && !one_of_a_pass(entry)) continue;
     if (entry.state == State::kUploading && !entry.paid) continue;
     double most = entry.Rest(now);
     if (entry.state != State::kLive) {
@@ -182,10 +225,11 @@ std::vector<RunOrder::Turn> RunOrder::RunAhead(absl::Time now, Ticket stop) {
     for (auto& [ticket, entry] : entries_) entry.put_back = false;
   }
   double all_seconds = 0;
+  OneOfAPass one_of_a_pass;
   for (auto& [ticket, entry] : entries_) {
     entry.rest_seconds = entry.Rest(now);
     entry.measured_at = entry.computed;
-    all_seconds += entry.rest_seconds;
+    if (one_of_a_pass(entry)) all_seconds += entry.rest_seconds;
   }
   const double look_seconds = std::max(kLeastLookSeconds, all_seconds / kLooks);
   std::vector<Turn> turns;
@@ -200,11 +244,12 @@ std::vector<RunOrder::Turn> RunOrder::RunAhead(absl::Time now, Ticket stop) {
       if (gang.tickets.empty()) break;
       computes = true;
       Give(gang, now + absl::Seconds(seconds));
+      const int pack_prompts = gang.submeshes == 1 ? static_cast<int>(gang.tickets.size()) : 1;
       double shortest = std::numeric_limits<double>::infinity();
       std::vector<std::pair<double, Ticket>> rests;
       for (const Ticket ticket : gang.tickets) {
         const auto [turn, first] = place.emplace(ticket, turns.size());
-        if (first) turns.push_back({ticket, seconds, seconds, gang.submeshes});
+        if (first) turns.push_back({ticket, seconds, seconds, gang.submeshes, pack_prompts});
         if (ticket == stop) return turns;
         rests.emplace_back(entries_.at(ticket).Rest(now + absl::Seconds(seconds)), ticket);
         shortest = std::min(shortest, rests.back().first);
@@ -233,15 +278,16 @@ std::vector<RunOrder::Turn> RunOrder::RunAhead(absl::Time now, Ticket stop) {
 }
 
 RunOrder::Rank RunOrder::RankOf(Ticket ticket, const Entry& entry, absl::Time now) const {
-  // By what all devices would take for it, so that what runs on a sub-mesh seems no longer than it was.
-  const double on_all =
-      entry.submeshes == 1 ? 1 : entry.job.work_seconds / entry.job.SecondsOn(entry.submeshes);
+  // By what all devices would take for it alone, so that what runs on a sub-mesh or in a pack seems no longer
+  // than it was.
+  const double work = entry.job.work_seconds;
+  const double on_all = entry.whole_seconds == work ? 1 : work / entry.whole_seconds;
   const double rest = std::max(kLeastRestSeconds, on_all * entry.Rest(now));
   const double lead = leads_.at(entry.job.tenant);
   return {.stays = options_.most_live == 1 && entry.state == State::kLive,
-          .aged = now - entry.complete_at - entry.Computed(now) > options_.max_age,
+          .aged = entry.IsOlder(options_.max_age, now),
           .priority = entry.job.priority,
-          .urgent = entry.urgent && entry.CanMeetDeadline(now),
+          .urgent = entry.IsUrgent(now),
           .deadline = entry.job.deadline,
           .weighted_rest = std::log2(rest) + lead / kLeadSeconds - (entry.computes ? 1 : 0),
           .complete_at = entry.complete_at,
@@ -267,9 +313,12 @@ void RunOrder::FindUrgent(absl::Time now) {
   });
   absl::Time latest = absl::InfiniteFuture();
   int priority = kTopPriority + 1;
+  OneOfAPass one_of_a_pass;
   for (const auto& [ticket, entry] : due) {
     if (std::exchange(priority, entry->job.priority) != priority) latest = absl::InfiniteFuture();
-    latest = std::min(latest, entry->job.deadline) - absl::Seconds(kRestToSpare * entry->Rest(now));
+    const absl::Duration rest = absl::Seconds(kRestToSpare * entry->Rest(now));
+    const absl::Time end = one_of_a_pass(*entry) ? std::min(latest, entry->job.deadline) : latest + rest;
+    latest = std::min(end, entry->job.deadline) - rest;
     entry->urgent = entry->urgent || now >= latest;
   }
 }
@@ -288,9 +337,15 @@ double RunOrder::LeastLead() const {
 }
 
 void RunOrder::Settle(absl::Time now) {
+  double added_seconds = 0;
+  for (const Ticket ticket : computing_) added_seconds += entries_.at(ticket).job.pack.added_seconds;
   for (const Ticket ticket : computing_) {
     Entry& entry = entries_.at(ticket);
-    const double seconds = absl::ToDoubleSeconds(now - entry.since) / entry.submeshes;  // of all devices
+    double seconds = absl::ToDoubleSeconds(now - entry.since) / entry.submeshes;  // of all devices
+    if (entry.submeshes == 1 && computing_.size() > 1) {
+      seconds *= added_seconds > 0 ? entry.job.pack.added_seconds / added_seconds
+                                   : 1 / static_cast<double>(computing_.size());
+    }
     leads_[entry.job.tenant] += seconds / entry.job.weight;
     entry.computed += now - entry.since;
     entry.since = now;

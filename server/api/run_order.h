@@ -32,6 +32,20 @@
 //                   C C C C C C C C C
 //                   D D D D D D D D D
 //
+// Or it shares one pass on all devices with those after it that wait, too: a pack (engine/plan/pack.h). They
+// are of one class, none is more than twice as long as another, and none is old, urgent or put back. They are
+// added by the order, until one finds no room. The pack is as large as makes the mean end earliest over all
+// that could be in it, where that is earlier than in turn and on sub-meshes.
+//
+//     in turn       A A A B B B C C C D D D   mean end 7.5    where a pass takes 3 with one prompt
+//     a pack        A A A A                   mean end 4      and 4 with four
+//                   B B B B
+//                   C C C C
+//                   D D D D
+//
+// Those in a pack begin together, compute together and stand still together, and count as one that lives. The
+// pack stands in the order where the first of them does. Each is charged its share of the devices' seconds.
+//
 // What is to come is told by running this very order ahead.
 //
 //     Announce ──► Complete ──► [waits] ──Choose──► [lives: computes or stands still] ──► Remove
@@ -63,6 +77,7 @@ class RunOrder {
   struct Options {
     absl::Duration max_age = absl::Minutes(10);  // longest time that a prefill waits or stands still, in all
     int most_live = 1;
+    PackRoom pack;  // what a pass holds that several share
   };
   using Job = RunJob;
   using State = RunState;
@@ -72,14 +87,17 @@ class RunOrder {
   // ---- What happens; `now` never falls.
   void Announce(Ticket ticket, const Job& job, absl::Time now);
   // It uploads, and its work is predicted anew.
-  void SetWork(Ticket ticket, double work_seconds, std::vector<SubmeshSeconds> submeshes = {});
+  void SetWork(Ticket ticket, double work_seconds, std::vector<SubmeshSeconds> submeshes = {},
+               const PackShare& pack = {});
   void Pay(Ticket ticket);                       // most of it is uploaded: from now on others wait for it
   void Complete(Ticket ticket, absl::Time now);  // from now on it may be chosen
-  // `share` of its work is done, 0 to 1. This corrects the prediction of its rest.
+  // `share` of its work is done, 0 to 1. This corrects the prediction of its rest, and of all in its pack.
   void SetDone(Ticket ticket, double share, absl::Time now);
   // It could not begin beside those that live: it waits until one of them is gone, and what comes after it
-  // does not begin before it.
+  // does not begin before it. Of a pack all are put back.
   void PutBack(Ticket ticket, absl::Time now);
+  // Its pack could not begin: it waits again, and shares no pass any more.
+  void PutApart(Ticket ticket, absl::Time now);
   // A live one shares its sub-mesh with others that have the same place (Prefill::place).
   void SetPlace(Ticket ticket, uint64_t place) { entries_.at(ticket).place = place; }
   // A live one is being stopped: it computes no more, and lives until Remove.
@@ -88,13 +106,19 @@ class RunOrder {
 
   // ---- What to do: decides anew who computes; they live from now on. The first of them; 0: nobody does.
   Ticket Choose(absl::Time now);
-  // All that compute, by the order.
+  // All that compute, by the order. Several on all devices are in one pack: when they begin, as they are dealt
+  // to it (DealPack).
   const std::vector<Ticket>& computing() const { return computing_; }
   // Of a live one: it runs on one of so many sub-meshes; 1: on all devices.
   int submeshes(Ticket ticket) const { return entries_.at(ticket).submeshes; }
 
+  // Of a live one: predicted, from its begin to its end, on what it has.
+  double WholeSeconds(Ticket ticket) const { return entries_.at(ticket).whole_seconds; }
+  // Of a live one: it is in no pack, or stands for those in its pack. One of them does.
+  bool StandsForPack(Ticket ticket) const;
+
   State state(Ticket ticket) const { return entries_.at(ticket).state; }
-  int live() const;
+  int live() const;  // a pack counts as one
   double RestSeconds(Ticket ticket, absl::Time now) const;
   // Seconds that it has computed.
   double ComputedSeconds(Ticket ticket, absl::Time now) const;
@@ -104,7 +128,8 @@ class RunOrder {
     Ticket ticket;
     double begins_seconds;  // from now on, until it computes; 0 if it does now
     double ends_seconds;
-    int submeshes = 1;  // it runs on one of so many
+    int submeshes = 1;     // it runs on one of so many
+    int pack_prompts = 1;  // that share its pass, it included
   };
   // The turns to come, by when they compute next. Uploads are taken to be complete when all others have
   // ended.
@@ -138,6 +163,7 @@ class RunOrder {
   Gang FirstThatMay(std::span<const Ticket> ranked, absl::Time now) const;
   void Give(const Gang& gang, absl::Time now);  // the turn
   void TakeTurn(Ticket ticket, absl::Time now);
+  void ReturnToWait(Ticket ticket, absl::Time now);
   void FindUrgent(absl::Time now);
   // Lets time pass, as if nothing else came, until all have ended or `stop` computes.
   std::vector<Turn> RunAhead(absl::Time now, Ticket stop);
@@ -150,6 +176,7 @@ class RunOrder {
   const Options options_;
   std::map<Ticket, Entry> entries_;
   std::vector<Ticket> computing_;
+  uint64_t last_pack_ = 0;
   std::map<std::string, double> leads_;  // by tenant: seconds computed for it
 };
 
