@@ -1,6 +1,8 @@
 #include "server/api/prefill_queue.h"
 
 #include <algorithm>
+#include <iterator>
+#include <span>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -12,15 +14,11 @@ namespace meshfill {
 
 class PrefillQueue::ProgressObserver final : public PrefillObserver {
  public:
-  ProgressObserver(PrefillQueue& queue, uint64_t ticket, Job& job)
-      : queue_(queue), ticket_(ticket), job_(job) {}
-  void OnLayerDone(int layers_done, int layers) override {
-    queue_.OnLayerDone(ticket_, job_, layers_done, layers);
-  }
+  ProgressObserver(PrefillQueue& queue, Job& job) : queue_(queue), job_(job) {}
+  void OnLayerDone(int layers_done, int layers) override { queue_.OnLayerDone(job_, layers_done, layers); }
 
  private:
   PrefillQueue& queue_;
-  const uint64_t ticket_;
   Job& job_;
 };
 
@@ -28,10 +26,22 @@ namespace {
 
 constexpr absl::Duration kLook = absl::Milliseconds(50);  // between two looks at whose turn it is
 
+// Requests that the last of `turns` waits for: not those that compute beside it or share its pass.
+int CountBefore(std::span<const RunOrder::Turn> turns) {
+  const RunOrder::Turn& own = turns.back();
+  if (own.begins_seconds <= 0) return 0;
+  const auto shares_pass = [&](const RunOrder::Turn& turn) {
+    return own.pack_prompts > 1 && turn.begins_seconds == own.begins_seconds;
+  };
+  const auto others = turns.first(turns.size() - 1);
+  return static_cast<int>(std::ssize(others) - std::count_if(others.begin(), others.end(), shares_pass));
+}
+
 }  // namespace
 
-void PrefillQueue::Slot::SetPredictedSeconds(double seconds, std::vector<SubmeshSeconds> submeshes) {
-  queue_.SetPredictedSeconds(ticket_, seconds, std::move(submeshes));
+void PrefillQueue::Slot::SetPredictedSeconds(double seconds, std::vector<SubmeshSeconds> submeshes,
+                                             const PackShare& pack) {
+  queue_.SetPredictedSeconds(ticket_, seconds, std::move(submeshes), pack);
 }
 
 absl::Status PrefillQueue::Slot::Pay(int64_t tokens_so_far) { return queue_.Pay(ticket_, tokens_so_far); }
@@ -48,7 +58,7 @@ PrefillQueue::PrefillQueue(PrefillEngine& engine, const Limits& limits, Metrics&
       engine_(engine),
       metrics_(metrics),
       last_prefill_(last_prefill),
-      order_({.max_age = limits.max_age, .most_live = engine.capacity()}),
+      order_({.max_age = limits.max_age, .most_live = engine.capacity(), .pack = engine.pack_room()}),
       room_(limits, clock_) {
   metrics_.SetQueueLimits(limits.max_tokens, limits.max_wait);
   for (int place = 0; place < engine_.capacity(); ++place) {
@@ -72,6 +82,7 @@ absl::StatusOr<std::unique_ptr<PrefillQueue::Slot>> PrefillQueue::Reserve(const 
   RETURN_IF_ERROR(room_.MayEnter(run, request.tokens, order_));
   const uint64_t ticket = ++last_ticket_;
   auto job = std::make_unique<Job>();
+  job->ticket = ticket;
   job->request = request;
   job->reserved_at = clock_();
   order_.Announce(ticket, run, job->reserved_at);
@@ -92,7 +103,8 @@ RunOrder::Job PrefillQueue::ToRunOrder(const Request& request) const {
           .work_seconds = request.predicted_seconds,
           .weight = room_.limits().tenants.LimitsOf(request.tenant).weight,
           .deadline = request.deadline,
-          .submeshes = request.submeshes};
+          .submeshes = request.submeshes,
+          .pack = request.pack};
 }
 
 absl::Status PrefillQueue::CheckUnused(const std::string& id) const {
@@ -120,10 +132,8 @@ absl::StatusOr<PrefillQueue::Turn> PrefillQueue::Submit(uint64_t ticket, std::ve
   order_.Complete(ticket, job.submitted_at);
   const std::vector<RunOrder::Turn> turns = order_.TurnsUpTo(ticket, job.submitted_at);
   const RunOrder::Turn& own = turns.back();
-  // Who computes beside it is not waited for.
-  const Turn turn = {.before = own.begins_seconds > 0 ? static_cast<int>(turns.size()) - 1 : 0,
-                     .wait_seconds = own.begins_seconds,
-                     .submeshes = own.submeshes};
+  const Turn turn = {
+      .before = CountBefore(turns), .wait_seconds = own.begins_seconds, .submeshes = own.submeshes};
   GiveTurn();
   PublishCount();
   changed_.NotifyAll();  // there may be turns to look at from now on
@@ -136,8 +146,7 @@ std::string PrefillQueue::standstill(absl::Time now) {
   double layer_seconds = 0;
   for (const auto& [ticket, job] : jobs_) {
     if (job->begun) {
-      const double seconds = ToRunOrder(job->request).SecondsOn(job->options.submeshes);
-      layer_seconds = std::max(layer_seconds, seconds / engine_.model().layers);
+      layer_seconds = std::max(layer_seconds, order_.WholeSeconds(ticket) / engine_.model().layers);
     }
   }
   std::vector<StandstillWatch::At> all;
@@ -151,14 +160,15 @@ std::string PrefillQueue::standstill(absl::Time now) {
   return watch_.Look(all, now);
 }
 
-void PrefillQueue::SetPredictedSeconds(uint64_t ticket, double seconds,
-                                       std::vector<SubmeshSeconds> submeshes) {
+void PrefillQueue::SetPredictedSeconds(uint64_t ticket, double seconds, std::vector<SubmeshSeconds> submeshes,
+                                       const PackShare& pack) {
   const MutexLock lock(mu_);
   const auto job = jobs_.find(ticket);
   if (job == jobs_.end()) return;  // it has lost its place
   job->second->request.predicted_seconds = seconds;
   job->second->request.submeshes = submeshes;
-  order_.SetWork(ticket, seconds, std::move(submeshes));
+  job->second->request.pack = pack;
+  order_.SetWork(ticket, seconds, std::move(submeshes), pack);
 }
 
 absl::Status PrefillQueue::Pay(uint64_t ticket, int64_t tokens_so_far) {
@@ -180,7 +190,7 @@ void PrefillQueue::Withdraw(uint64_t ticket) {
   const MutexLock lock(mu_);
   const auto entry = jobs_.find(ticket);
   if (entry == jobs_.end()) return;
-  if (entry->second->begun) return StopLive(ticket, *entry->second);
+  if (entry->second->begun) return StopLive(*entry->second);
   gone = Remove(ticket);
   GiveTurn();
   PublishCount();
@@ -207,14 +217,13 @@ void PrefillQueue::StopAll(const absl::Status& reason) {
     draining_ = stopping_ = true;
     stop_reason_ = reason;
     for (auto entry = jobs_.begin(); entry != jobs_.end();) {
-      const uint64_t ticket = entry->first;
       Job& job = *entry->second;
       ++entry;
       if (job.begun) {
         job.stop_reason = reason;
-        StopLive(ticket, job);
+        StopLive(job);
       } else {
-        dropped.push_back(Remove(ticket));
+        dropped.push_back(Remove(job.ticket));
       }
     }
     PublishCount();
@@ -227,10 +236,10 @@ void PrefillQueue::StopAll(const absl::Status& reason) {
   }
 }
 
-void PrefillQueue::StopLive(uint64_t ticket, Job& job) {
+void PrefillQueue::StopLive(Job& job) {
   job.stopped = true;
   if (job.prefill != nullptr) job.prefill->Stop();
-  order_.Leave(ticket, clock_());
+  order_.Leave(job.ticket, clock_());
   GiveTurn();
 }
 
@@ -249,6 +258,7 @@ void PrefillQueue::GiveTurn() {
     if (is_in(computing_, ticket) || job == jobs_.end() || job->second->prefill == nullptr) continue;
     if (!job->second->stopped) Preempt(*job->second->prefill);
   }
+  bool begin_pack = false;
   for (const uint64_t ticket : computing_) {
     Job& job = *jobs_.at(ticket);
     if (is_in(before, ticket)) continue;
@@ -260,7 +270,9 @@ void PrefillQueue::GiveTurn() {
     job.begun = true;
     room_.Begin(ticket);
     job.options.submeshes = order_.submeshes(ticket);
-    to_begin_.push_back(ticket);
+    if (!begin_pack) to_begin_.emplace_back();
+    to_begin_.back().push_back(ticket);
+    begin_pack = job.options.submeshes == 1;
     changed_.NotifyAll();
   }
 }
@@ -272,8 +284,7 @@ void PrefillQueue::Preempt(Prefill& prefill) {
 
 void PrefillQueue::RunJobs() {
   while (true) {
-    uint64_t ticket = 0;
-    Job* job = nullptr;
+    std::vector<Job*> jobs;
     {
       MutexLock lock(mu_);
       while (!stopping_ && to_begin_.empty()) {
@@ -286,80 +297,128 @@ void PrefillQueue::RunJobs() {
         GiveTurn();
       }
       if (to_begin_.empty()) return;
-      ticket = to_begin_.front();
+      for (const uint64_t ticket : to_begin_.front()) {
+        jobs.push_back(jobs_.at(ticket).get());
+        jobs.back()->begin = clock_();
+      }
       to_begin_.pop_front();
-      job = jobs_.at(ticket).get();
-      job->begin = clock_();
       PublishCount();
     }
-    RunJob(ticket, *job);
+    RunTogether(jobs);
   }
 }
 
-// The job lives until it is erased here: whoever withdraws a live one only stops its prefill.
-void PrefillQueue::RunJob(uint64_t ticket, Job& job) {
-  double queue_seconds = absl::ToDoubleSeconds(job.begin - job.submitted_at);
-  std::optional<absl::StatusOr<PrefillResult>> result =
-      job.begin < job.request.deadline ? RunOnEngine(ticket, job)
-                                       : absl::DeadlineExceededError(absl::StrFormat(
-                                             "the deadline passed after %.3g s in the queue", queue_seconds));
-  if (!result.has_value()) return;
-  if (result->ok()) {
-    queue_seconds += (*result)->paused_seconds;
-    metrics_.OnPrefillDone(**result);
-    last_prefill_.OnPrefillDone(**result);
+// The jobs live until they are erased here: whoever withdraws a live one only stops its prefill.
+void PrefillQueue::RunTogether(const std::vector<Job*>& jobs) {
+  std::vector<Job*> begin;
+  for (Job* const job : jobs) {
+    const absl::Status may_begin = CheckBegin(*job);
+    may_begin.ok() ? begin.push_back(job) : EndJob(*job, may_begin);
   }
+  if (begin.empty()) return;
+  std::vector<std::unique_ptr<Prefill>> prefills = Begin(begin);
+  for (size_t i = 0; i < prefills.size(); ++i) {
+    absl::StatusOr<PrefillResult> result = prefills[i]->Wait();
+    {
+      const MutexLock lock(mu_);
+      begin[i]->prefill = nullptr;
+    }
+    prefills[i].reset();
+    EndJob(*begin[i], std::move(result));
+  }
+}
 
+absl::Status PrefillQueue::CheckBegin(const Job& job) const {
+  if (job.begin >= job.request.deadline) {
+    return absl::DeadlineExceededError(absl::StrFormat("the deadline passed after %.3g s in the queue",
+                                                       absl::ToDoubleSeconds(job.begin - job.submitted_at)));
+  }
+  const MutexLock lock(mu_);
+  return job.stopped ? absl::CancelledError("stopped before it began") : absl::OkStatus();
+}
+
+std::vector<std::unique_ptr<Prefill>> PrefillQueue::Begin(const std::vector<Job*>& jobs) {
+  bool alone = true;
+  std::vector<std::shared_ptr<Waiter>> waiters;
+  {
+    const MutexLock lock(mu_);
+    alone = order_.live() == 1;
+    for (const Job* job : jobs) waiters.push_back(job->waiter);
+  }
+  for (const auto& waiter : waiters) waiter->OnPrefillBegin();
+  absl::StatusOr<std::vector<std::unique_ptr<Prefill>>> prefills = StartOnEngine(jobs);
+  std::vector<Job*> ended;
+  {
+    const MutexLock lock(mu_);
+    if (prefills.ok()) {
+      for (size_t i = 0; i < jobs.size(); ++i) OnBegun(*jobs[i], *(*prefills)[i]);
+      return *std::move(prefills);
+    }
+    const bool no_memory = absl::IsResourceExhausted(prefills.status()) && !alone;
+    const bool again = no_memory || jobs.size() > 1;
+    for (Job* const job : jobs) {
+      again && !job->stopped ? WaitAgain(*job, /*apart=*/!no_memory) : ended.push_back(job);
+    }
+    if (again) {
+      GiveTurn();
+      PublishCount();
+    }
+  }
+  for (Job* const job : ended) EndJob(*job, prefills.status());
+  return {};
+}
+
+absl::StatusOr<std::vector<std::unique_ptr<Prefill>>> PrefillQueue::StartOnEngine(
+    const std::vector<Job*>& jobs) {
+  std::vector<PrefillRequest> requests;
+  std::vector<PrefillObserver*> observers;
+  for (Job* const job : jobs) {
+    job->observer = std::make_unique<ProgressObserver>(*this, *job);
+    requests.push_back({job->tokens, job->options});
+    observers.push_back(job->observer.get());
+  }
+  if (jobs.size() > 1) return engine_.StartPack(requests, observers);
+  std::vector<std::unique_ptr<Prefill>> prefills(1);
+  ASSIGN_OR_RETURN(prefills.front(), engine_.Start(requests.front(), observers.front()));
+  return prefills;
+}
+
+void PrefillQueue::OnBegun(Job& job, Prefill& prefill) {
+  metrics_.OnPrefillStart(absl::ToDoubleSeconds(job.begin - job.submitted_at));
+  job.prefill = &prefill;
+  if (job.stopped) {
+    prefill.Stop();
+  } else if (!Computes(job.ticket)) {
+    Preempt(prefill);  // its turn went while it was started
+  }
+}
+
+void PrefillQueue::WaitAgain(Job& job, bool apart) {
+  job.begun = false;
+  room_.PutBack(job.ticket);
+  apart ? order_.PutApart(job.ticket, clock_()) : order_.PutBack(job.ticket, clock_());
+  std::erase(computing_, job.ticket);
+}
+
+void PrefillQueue::EndJob(Job& job, absl::StatusOr<PrefillResult> result) {
+  double queue_seconds = absl::ToDoubleSeconds(job.begin - job.submitted_at);
+  if (result.ok()) {
+    queue_seconds += result->paused_seconds;
+    metrics_.OnPrefillDone(*result);
+    last_prefill_.OnPrefillDone(*result);
+  }
   std::unique_ptr<Job> done;
   {
     const MutexLock lock(mu_);
-    done = Remove(ticket);
+    done = Remove(job.ticket);
     GiveTurn();
     PublishCount();
-    if (!result->ok() && !done->stop_reason.ok()) result = done->stop_reason;
+    if (!result.ok() && !done->stop_reason.ok()) result = done->stop_reason;
   }
-  done->waiter->OnPrefillDone(*std::move(result), queue_seconds);
+  done->waiter->OnPrefillDone(std::move(result), queue_seconds);
 }
 
-std::optional<absl::StatusOr<PrefillResult>> PrefillQueue::RunOnEngine(uint64_t ticket, Job& job) {
-  bool alone = true;
-  std::shared_ptr<Waiter> waiter;
-  {
-    const MutexLock lock(mu_);
-    if (job.stopped) return absl::CancelledError("stopped before it began");
-    alone = order_.live() == 1;
-    waiter = job.waiter;
-  }
-  waiter->OnPrefillBegin();
-  ProgressObserver observer(*this, ticket, job);
-  absl::StatusOr<std::unique_ptr<Prefill>> prefill = engine_.Start({job.tokens, job.options}, &observer);
-  {
-    const MutexLock lock(mu_);
-    if (absl::IsResourceExhausted(prefill.status()) && !alone && !job.stopped) {
-      job.begun = false;
-      room_.PutBack(ticket);
-      order_.PutBack(ticket, clock_());
-      std::erase(computing_, ticket);
-      GiveTurn();
-      PublishCount();
-      return std::nullopt;
-    }
-    if (!prefill.ok()) return prefill.status();
-    metrics_.OnPrefillStart(absl::ToDoubleSeconds(job.begin - job.submitted_at));
-    job.prefill = prefill->get();
-    if (job.stopped) {
-      job.prefill->Stop();
-    } else if (!Computes(ticket)) {
-      Preempt(*job.prefill);  // its turn went while it was started
-    }
-  }
-  absl::StatusOr<PrefillResult> result = (*prefill)->Wait();
-  const MutexLock lock(mu_);
-  job.prefill = nullptr;
-  return result;
-}
-
-void PrefillQueue::OnLayerDone(uint64_t ticket, Job& job, int layers_done, int layers) {
+void PrefillQueue::OnLayerDone(Job& job, int layers_done, int layers) {
   std::shared_ptr<Waiter> waiter;
   double seconds = 0;
   {
@@ -367,11 +426,14 @@ void PrefillQueue::OnLayerDone(uint64_t ticket, Job& job, int layers_done, int l
     const absl::Time now = clock_();
     job.layers_done = layers_done;
     job.layers = layers;
-    order_.SetDone(ticket, static_cast<double>(layers_done) / layers, now);
-    seconds = order_.ComputedSeconds(ticket, now);
     waiter = job.waiter;
-    CountComputing(others_wait_);
-    GiveTurn();
+    const bool tells_of_pass = order_.StandsForPack(job.ticket);
+    if (tells_of_pass) order_.SetDone(job.ticket, static_cast<double>(layers_done) / layers, now);
+    seconds = order_.ComputedSeconds(job.ticket, now);
+    if (tells_of_pass) {
+      CountComputing(others_wait_);
+      GiveTurn();
+    }
   }
   waiter->OnLayerDone(layers_done, layers, seconds);
 }

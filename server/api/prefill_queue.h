@@ -1,6 +1,7 @@
 // The queue of prefills: bounded, and in the order of RunOrder, which says whose turn it is. One prefill
 // computes at a time, or several side by side on sub-meshes of the pool; those that gave way to them stand
-// still in the engine, which holds as many as it can.
+// still in the engine, which holds as many as it can. Several may share one pass: the engine begins them
+// together (PrefillEngine::StartPack), and each has its own end. Where it cannot, each begins by itself.
 //
 //     Reserve (header)  ──►  Slot.Submit (upload complete)  ──►  runs  ──►  Waiter.OnPrefillDone
 //        │ refused: UNAVAILABLE, ALREADY_EXISTS,    │
@@ -51,6 +52,7 @@ class PrefillQueue {
     double predicted_seconds = 0;
     absl::Time deadline = absl::InfiniteFuture();
     std::vector<SubmeshSeconds> submeshes = {};  // sub-meshes that it may run on (PrefillEngine::Submeshes)
+    PackShare pack = {};                         // what it brings to a pass (PrefillEngine::ShareOfPack)
   };
 
   // Who waits for a prefill. Must return quickly.
@@ -80,9 +82,10 @@ class PrefillQueue {
     Slot(const Slot&) = delete;
     Slot& operator=(const Slot&) = delete;
 
-    // What the prefill is predicted to take, on the whole pool and on sub-meshes, now that more is known of
-    // it: its turn, and the wait of later requests, go by that.
-    void SetPredictedSeconds(double seconds, std::vector<SubmeshSeconds> submeshes);
+    // What the prefill is predicted to take, on the whole pool, on sub-meshes and of a pass that it shares,
+    // now that more is known of it: its turn, and the wait of later requests, go by that.
+    void SetPredictedSeconds(double seconds, std::vector<SubmeshSeconds> submeshes,
+                             const PackShare& pack = {});
 
     // So many of its tokens have come. RESOURCE_EXHAUSTED: the queue or the tenant has no room for more of
     // them, or its place went to others; with RetryInfo.
@@ -141,6 +144,7 @@ class PrefillQueue {
 
  private:
   struct Job {
+    uint64_t ticket = 0;
     Request request;
     absl::Time reserved_at;
     absl::Time submitted_at;
@@ -151,6 +155,7 @@ class PrefillQueue {
     bool begun = false;  // a thread of the queue has it, or will
     // When it began, once it has.
     absl::Time begin = absl::InfiniteFuture();
+    std::unique_ptr<PrefillObserver> observer;  // outlives `prefill`
     int layers_done = 0;
     int layers = 0;
     Prefill* prefill = nullptr;  // null: the engine has not begun it, or is done
@@ -161,19 +166,27 @@ class PrefillQueue {
 
   absl::StatusOr<Turn> Submit(uint64_t ticket, std::vector<uint32_t> tokens, const PrefillOptions& options,
                               std::shared_ptr<Waiter> waiter);
-  void SetPredictedSeconds(uint64_t ticket, double seconds, std::vector<SubmeshSeconds> submeshes);
+  void SetPredictedSeconds(uint64_t ticket, double seconds, std::vector<SubmeshSeconds> submeshes,
+                           const PackShare& pack);
   absl::Status Pay(uint64_t ticket, int64_t tokens_so_far);
   void Withdraw(uint64_t ticket);
-  void OnLayerDone(uint64_t ticket, Job& job, int layers_done, int layers);
-  void StopLive(uint64_t ticket, Job& job) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void OnLayerDone(Job& job, int layers_done, int layers);
+  void StopLive(Job& job) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
   // Lets those whose turn it is compute, and the others stand still.
   void GiveTurn() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void Preempt(Prefill& prefill);
   void RunJobs();  // each of the queue's threads
-  void RunJob(uint64_t ticket, Job& job);
-  // nullopt: it could not begin beside those that live, and waits again.
-  std::optional<absl::StatusOr<PrefillResult>> RunOnEngine(uint64_t ticket, Job& job);
+  // One, or several that share a pass, until each has ended or waits again.
+  void RunTogether(const std::vector<Job*>& jobs);
+  absl::Status CheckBegin(const Job& job) const;  // not OK: it does not begin, though its turn has come
+  // None where they could not begin: each of them waits again or has ended.
+  std::vector<std::unique_ptr<Prefill>> Begin(const std::vector<Job*>& jobs);
+  absl::StatusOr<std::vector<std::unique_ptr<Prefill>>> StartOnEngine(const std::vector<Job*>& jobs);
+  void OnBegun(Job& job, Prefill& prefill) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // It could not begin. `apart`: next time by itself.
+  void WaitAgain(Job& job, bool apart) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void EndJob(Job& job, absl::StatusOr<PrefillResult> result);
   Phase PhaseOf(uint64_t ticket, const Job& job) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   bool Computes(uint64_t ticket) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
@@ -200,9 +213,10 @@ class PrefillQueue {
   QueueRoom room_ ABSL_GUARDED_BY(mu_);
   std::vector<uint64_t> computing_ ABSL_GUARDED_BY(mu_);  // the tickets whose turn it is
   absl::Time counted_until_ ABSL_GUARDED_BY(mu_);
-  bool computes_ ABSL_GUARDED_BY(mu_) = false;          // somebody has computed since counted_until_
-  bool others_wait_ ABSL_GUARDED_BY(mu_) = false;       // others wait or stand still since counted_until_
-  std::deque<uint64_t> to_begin_ ABSL_GUARDED_BY(mu_);  // chosen, for the next free thread
+  bool computes_ ABSL_GUARDED_BY(mu_) = false;     // somebody has computed since counted_until_
+  bool others_wait_ ABSL_GUARDED_BY(mu_) = false;  // others wait or stand still since counted_until_
+  // Chosen, for the next free threads: one, or several that share a pass.
+  std::deque<std::vector<uint64_t>> to_begin_ ABSL_GUARDED_BY(mu_);
   StandstillWatch watch_ ABSL_GUARDED_BY(mu_);
   uint64_t last_ticket_ ABSL_GUARDED_BY(mu_) = 0;
   bool draining_ ABSL_GUARDED_BY(mu_) = false;

@@ -152,7 +152,8 @@ absl::Status PrefillStream::TakeHeader() {
                                                           .predicted_seconds = predicted_seconds_,
                                                           .deadline = deadline_}));
   slot_ = std::move(slot);
-  slot_->SetPredictedSeconds(predicted_seconds_, environment_.engine.Submeshes(token_count_, options_));
+  slot_->SetPredictedSeconds(predicted_seconds_, environment_.engine.Submeshes(token_count_, options_),
+                             environment_.engine.ShareOfPack(token_count_, options_));
   RETURN_IF_ERROR(AdmitKv(choice.plan));
   try {
     tokens_.reserve(token_count_);
@@ -294,7 +295,8 @@ void PrefillStream::PlanComplete() {
   const bool is_new = complete_at_ - planned_at_ < kPlanAgain;
   if (is_new && environment_.engine.CachedTokens(tokens, options_) == 0) return;
   TakePlan(MakePlan(tokens));
-  slot_->SetPredictedSeconds(predicted_seconds_, environment_.engine.Submeshes(tokens, options_));
+  slot_->SetPredictedSeconds(predicted_seconds_, environment_.engine.Submeshes(tokens, options_),
+                             environment_.engine.ShareOfPack(tokens, options_));
 }
 
 void PrefillStream::TakePlan(const absl::StatusOr<PlanChoice>& choice) {

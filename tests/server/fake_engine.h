@@ -81,6 +81,17 @@ class FakeEngine final : public PrefillEngine {
       cached_seconds_ = predicted_seconds;
     });
   }
+  // From now on prompts may share a pass, and each brings so much to it; before the engine has a queue.
+  void SharePasses(const PackRoom& room, const PackShare& share) {
+    Set([&] {
+      pack_room_ = room;
+      pack_share_ = share;
+    });
+  }
+  // Packs do not begin.
+  void FailPacks(absl::Status status) {
+    Set([&] { fail_packs_ = std::move(status); });
+  }
   // The next prompt has no room, though nothing else lives.
   void RefuseNext() {
     Set([&] { refuses_next_ = true; });
@@ -107,6 +118,11 @@ class FakeEngine final : public PrefillEngine {
   int finished_runs() const {
     const std::lock_guard<std::mutex> lock(mu_);
     return finished_runs_;
+  }
+  // The first ids of the prompts of each pack, in the order of their begins.
+  std::vector<std::vector<uint32_t>> packs() const {
+    const std::lock_guard<std::mutex> lock(mu_);
+    return packs_;
   }
   // The first id of each prompt, in the order of their runs.
   std::vector<uint32_t> first_ids() const {
@@ -162,7 +178,101 @@ class FakeEngine final : public PrefillEngine {
     return std::make_unique<Run>(*this, request, choice->plan, observer);
   }
 
+  PackRoom pack_room() const override {
+    const std::lock_guard<std::mutex> lock(mu_);
+    return pack_room_;
+  }
+  PackShare ShareOfPack(int64_t tokens, const PrefillOptions& /*options*/) const override {
+    const std::lock_guard<std::mutex> lock(mu_);
+    PackShare share = pack_share_;
+    share.tokens = pack_room_.ranks > 0 ? tokens : 0;
+    return share;
+  }
+  // The pass runs in the Wait of whoever is waited for.
+  absl::StatusOr<std::vector<std::unique_ptr<Prefill>>> StartPack(
+      std::span<const PrefillRequest> requests, std::span<PrefillObserver* const> observers) override {
+    Pack pack(pack_room());
+    std::vector<uint32_t> ids;
+    for (const PrefillRequest& request : requests) {
+      const PackShare share = ShareOfPack(std::ssize(request.tokens), request.options);
+      if (!pack.Add(share).has_value()) return absl::InvalidArgumentError("no room in one pass");
+      ids.push_back(request.tokens.front());
+    }
+    {
+      const std::lock_guard<std::mutex> lock(mu_);
+      if (!fail_packs_.ok()) return fail_packs_;
+    }
+    if (const absl::Status refusal = Refusal(std::ssize(requests.front().tokens)); !refusal.ok())
+      return refusal;
+    auto pass = std::make_shared<Pass>(*this);
+    std::vector<std::unique_ptr<Prefill>> prefills;
+    for (size_t i = 0; i < requests.size(); ++i) {
+      auto choice = MakePlan(std::ssize(requests[i].tokens), requests[i].options);
+      if (!choice.ok()) return choice.status();
+      pass->observers.push_back(observers[i]);
+      prefills.push_back(std::make_unique<PackRun>(pass, i, requests[i], choice->plan));
+    }
+    pass->stopped = std::vector<std::atomic<bool>>(requests.size());
+    Set([&] {
+      packs_.push_back(ids);
+      first_ids_.insert(first_ids_.end(), ids.begin(), ids.end());
+    });
+    return prefills;
+  }
+
  private:
+  // What several share: the layers that are done, and whether they stand still.
+  struct Pass {
+    explicit Pass(FakeEngine& engine) : engine(engine) {}
+    ~Pass() {
+      engine.Set([&] { --engine.live_runs_; });
+    }
+
+    FakeEngine& engine;
+    std::vector<PrefillObserver*> observers;  // by prompt
+    std::vector<std::atomic<bool>> stopped;
+    std::atomic<bool> paused{false};
+    int layers_done = 0;  // by whoever is waited for
+  };
+  class PackRun final : public Prefill {
+   public:
+    PackRun(std::shared_ptr<Pass> pass, size_t index, const PrefillRequest& request, const Plan& plan)
+        : pass_(std::move(pass)), index_(index), request_(request), plan_(plan) {}
+
+    absl::StatusOr<PrefillResult> Wait() override {
+      Pass& pass = *pass_;
+      const int layers = pass.engine.shape_.layers;
+      while (true) {
+        if (pass.stopped[index_]) {
+          pass.engine.Set([&] { ++pass.engine.stopped_runs_; });
+          return absl::CancelledError("stopped");
+        }
+        if (pass.layers_done == layers) break;
+        if (pass.engine.Held(pass.layers_done) || pass.paused) {
+          absl::SleepFor(absl::Milliseconds(1));
+          continue;
+        }
+        ++pass.layers_done;
+        for (size_t i = 0; i < pass.observers.size(); ++i) {
+          if (!pass.stopped[i]) pass.observers[i]->OnLayerDone(pass.layers_done, layers);
+        }
+      }
+      pass.engine.Set([&] { ++pass.engine.finished_runs_; });
+      PrefillResult result = Result(request_.tokens, request_.options, plan_, 0.001);
+      result.pack_prompts = static_cast<int>(pass.observers.size());
+      return result;
+    }
+    void Stop() override { pass_->stopped[index_] = true; }
+    void Pause() override { pass_->paused = true; }
+    void Resume() override { pass_->paused = false; }
+
+   private:
+    const std::shared_ptr<Pass> pass_;
+    const size_t index_;
+    const PrefillRequest request_;
+    const Plan plan_;
+  };
+
   class Run final : public Prefill {
    public:
     Run(FakeEngine& engine, const PrefillRequest& request, const Plan& plan, PrefillObserver* observer)
@@ -294,6 +404,10 @@ class FakeEngine final : public PrefillEngine {
   std::vector<uint32_t> first_ids_;
   int64_t most_beside_others_ = kContext;
   bool refuses_next_ = false;
+  PackRoom pack_room_;
+  PackShare pack_share_;
+  absl::Status fail_packs_;
+  std::vector<std::vector<uint32_t>> packs_;
   int live_runs_ = 0;
   int refusals_ = 0;
   int stopped_runs_ = 0;

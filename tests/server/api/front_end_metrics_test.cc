@@ -130,6 +130,30 @@ TEST_F(FrontEndMetricsTest, ACachedPrefixShortensTheTurn) {
   for (Call* call : {&runs, &waits, &whole}) EXPECT_TRUE(call->Finish().status.ok());
 }
 
+// What a prompt brings to a pass is known with its header, and anew when it is complete.
+TEST_F(FrontEndMetricsTest, PromptsThatWaitAtTheSameTimeShareAPass) {
+  for (const bool cached : {false, true}) {
+    StartServer({}, /*open=*/false);
+    engine_->SharePasses({.ranks = 4, .rank_tokens = 1024}, {.least_seconds = 1});
+    engine_->PredictSeconds(1);
+    if (cached) engine_->Cache(64, 1);
+    front_end_->Open(std::move(engine_owner_));
+    engine_->Hold(0);
+    std::vector<uint32_t> ids(100, 1);
+    Call runs(*stub_), one(*stub_), two(*stub_), three(*stub_);
+    runs.Send(Header(100)).Send(ids).HalfClose();
+    ASSERT_TRUE(engine_->WaitForBegun(1));
+    for (Call* call : {&one, &two, &three}) {
+      call->Send(Header(100)).Send(ids).HalfClose();
+      EXPECT_EQ(call->ReadEvent().accepted().queue_position(), 1u);
+    }
+    engine_->Release();
+    for (Call* call : {&runs, &one, &two, &three}) EXPECT_TRUE(call->Finish().status.ok());
+    EXPECT_EQ(engine_->packs(), (std::vector<std::vector<uint32_t>>{{1, 1, 1}}));
+    front_end_.reset();
+  }
+}
+
 TEST_F(FrontEndMetricsTest, RefusalsBeforeTheHeaderAreCounted) {
   StartServer({}, /*open=*/false);
   EXPECT_EQ(Prefill(Header(1), {1}).status.code(), absl::StatusCode::kUnavailable);
