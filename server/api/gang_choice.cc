@@ -161,11 +161,10 @@ std::vector<GangChoice::Sharer> GangChoice::Sharers(std::span<const RunTicket> r
   return sharers;
 }
 
-// What is old or urgent waits for nobody's tokens but its own.
+// What is old waits for nobody's tokens but its own.
 bool GangChoice::MayShare(const RunEntry& entry) const {
   return entry.state == RunState::kWaiting && !entry.put_back && entry.job.pack.tokens > 0 &&
-         entry.job.pack.tokens <= limits_.pack.rank_tokens && !entry.IsOlder(limits_.max_age, now_) &&
-         !entry.IsUrgent(now_);
+         entry.job.pack.tokens <= limits_.pack.rank_tokens && !entry.IsOlder(limits_.max_age, now_);
 }
 
 // A pass ends with the first that finds no room: nobody overtakes it. Where a pass would take longer than its
@@ -231,11 +230,13 @@ double GangChoice::EndsAround(const Passes& passes, int submeshes) const {
   return ends;
 }
 
+// With time to spare, or the pass takes no longer than the prompt by itself.
 bool GangChoice::KeepsDeadlines(std::span<const Sharer> sharers, double pass_seconds) const {
   const absl::Time end = now_ + absl::Seconds(kRestToSpare * pass_seconds);
   return std::all_of(sharers.begin(), sharers.end(), [&](const Sharer& sharer) {
     const RunEntry& entry = sharer->second;
-    return end <= entry.job.deadline || !entry.CanMeetDeadline(now_);
+    return end <= entry.job.deadline || pass_seconds <= entry.job.work_seconds ||
+           !entry.CanMeetDeadline(now_);
   });
 }
 

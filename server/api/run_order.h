@@ -33,9 +33,10 @@
 //                   D D D D D D D D D
 //
 // Or it shares one pass on all devices with those after it that wait, too: a pack (engine/plan/pack.h). They
-// are of one class, none is more than twice as long as another, and none is old, urgent or put back. They are
-// added by the order, until one finds no room. The pack is as large as makes the mean end earliest over all
-// that could be in it, where that is earlier than in turn and on sub-meshes.
+// are of one class, none is more than twice as long as another, none is old or put back, and none misses its
+// deadline for the others. They are added by the order, until one finds no room. The pack is as large as
+// makes the mean end earliest over all that could be in it, where that is earlier than in turn and on
+// sub-meshes.
 //
 //     in turn       A A A B B B C C C D D D   mean end 7.5    where a pass takes 3 with one prompt
 //     a pack        A A A A                   mean end 4      and 4 with four
@@ -106,8 +107,8 @@ class RunOrder {
 
   // ---- What to do: decides anew who computes; they live from now on. The first of them; 0: nobody does.
   Ticket Choose(absl::Time now);
-  // All that compute, by the order. Several on all devices are in one pack: when they begin, as they are dealt
-  // to it (DealPack).
+  // All that compute, by the order. Several on all devices are in one pack: when they begin, as they are
+  // dealt to it (DealPack).
   const std::vector<Ticket>& computing() const { return computing_; }
   // Of a live one: it runs on one of so many sub-meshes; 1: on all devices.
   int submeshes(Ticket ticket) const { return entries_.at(ticket).submeshes; }

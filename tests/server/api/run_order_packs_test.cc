@@ -278,17 +278,37 @@ TEST(RunOrderPacks, WhatIsOldRunsByItself) {
   for (Ticket ticket = 5; ticket <= 7; ++ticket) EXPECT_EQ(order.PackOf(ticket), 3) << ticket;
 }
 
-TEST(RunOrderPacks, WhatIsUrgentRunsByItself) {
+TEST(RunOrderPacks, WhatIsUrgentSharesAPassThatIsInTime) {
+  for (const bool in_time : {true, false}) {
+    Order order;
+    RunOrder::Job urgent = ShortJob();
+    urgent.deadline = At(0.12);
+    if (!in_time) urgent.pack.pass_seconds = 0.15;
+    for (int i = 0; i < 4; ++i) order.Add(ShortJob(), 0);
+    const Ticket last = order.Add(urgent, 0);
+    double now = 0;
+    order.Run(now, 10);
+    EXPECT_EQ(order.PackOf(last), in_time ? 5 : 1);
+    EXPECT_EQ(order.begins_.at(last), 0);
+    EXPECT_LE(order.ends_.at(last), 0.12);
+    EXPECT_EQ(order.PackOf(1), in_time ? 5 : 4);
+  }
+}
+
+// Three times what could be computed in turn: all of it is urgent by that count, and in time together.
+TEST(RunOrderPacks, AFloodOfDeadlinesIsMetByPacks) {
+  std::mt19937_64 random(TestSeed());
   Order order;
-  RunOrder::Job urgent = ShortJob(0.15);
-  urgent.deadline = At(0.18);  // a pass of 0.1 s would be in time
-  for (int i = 0; i < 4; ++i) order.Add(ShortJob(), 0);
-  const Ticket last = order.Add(urgent, 0);
   double now = 0;
-  order.Run(now, 10);
-  EXPECT_EQ(order.PackOf(last), 1);
-  EXPECT_EQ(order.begins_.at(last), 0);
-  EXPECT_EQ(order.PackOf(1), 4);
+  for (double comes = 0; comes < 20; comes += 0.001 * Draw(random, 1, 65)) {
+    if (order.rest_.empty()) now = std::max(now, comes);
+    order.Run(now, comes);
+    RunOrder::Job job = JobOf(Draw(random, 10, 500), 1e-5);
+    job.deadline = At(now + 1);
+    order.Add(job, now);
+  }
+  order.Run(now, kInfinite);
+  for (const auto& [ticket, end] : order.ends_) EXPECT_LE(At(end), order.jobs_.at(ticket).deadline);
 }
 
 // A prompt whose deadline is near has no part in a pass that ends too late for it.
