@@ -13,6 +13,10 @@ ctest --preset "$preset" --no-tests=error --parallel "$(($(nproc) + 1))" "$@"  #
 
 echo
 echo "Not run here:"
+log=build/$preset/Testing/Temporary/LastTest.log
+if [ -f "$log" ]; then
+  sed -n 's/^\[  SKIPPED \] \(.*\) ([0-9]* ms)$/  skips itself              \1/p' "$log" | sort -u
+fi
 if [ "$preset" = release ]; then
   echo "  sanitizers                MESHFILL_PRESET=asan tests/run.sh, MESHFILL_PRESET=tsan tests/run.sh"
 fi
