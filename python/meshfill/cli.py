@@ -143,6 +143,8 @@ def _prefill(arguments) -> str:
         }
         if result.attempts > 1:
             value["attempts"] = result.attempts
+        if result.pack_prompts > 1:
+            value["pack_prompts"] = result.pack_prompts
         if decoded is not None:
             value["text"] = decoded
         return json.dumps(value)
@@ -158,6 +160,8 @@ def _prefill(arguments) -> str:
     ]
     if result.attempts > 1:
         lines.append(f"attempts     {result.attempts}")
+    if result.pack_prompts > 1:
+        lines.append(f"pack         {result.pack_prompts} prompts, in one pass over the weights")
     if arguments.top_k > 1:
         lines += [f"top          {token:<10} {logit:.4f}" for token, logit in result.top]
     return "\n".join(lines)

@@ -188,6 +188,7 @@ class PrefillResult:
     kv: Optional[KvManifest]  # where keep_kv
     cached_tokens: int
     attempts: int
+    pack_prompts: int = 0  # that shared its pass over the weights, it included; 0 or 1: none did
 
     @classmethod
     def from_proto(cls, message) -> "PrefillResult":
@@ -205,6 +206,7 @@ class PrefillResult:
             kv=KvManifest.from_proto(message.kv) if message.HasField("kv") else None,
             cached_tokens=message.cached_tokens,
             attempts=message.attempts,
+            pack_prompts=message.pack_prompts,
         )
 
 

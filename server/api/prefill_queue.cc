@@ -132,8 +132,10 @@ absl::StatusOr<PrefillQueue::Turn> PrefillQueue::Submit(uint64_t ticket, std::ve
   order_.Complete(ticket, job.submitted_at);
   const std::vector<RunOrder::Turn> turns = order_.TurnsUpTo(ticket, job.submitted_at);
   const RunOrder::Turn& own = turns.back();
-  const Turn turn = {
-      .before = CountBefore(turns), .wait_seconds = own.begins_seconds, .submeshes = own.submeshes};
+  const Turn turn = {.before = CountBefore(turns),
+                     .wait_seconds = own.begins_seconds,
+                     .submeshes = own.submeshes,
+                     .pass_seconds = own.pack_prompts > 1 ? own.ends_seconds - own.begins_seconds : 0};
   GiveTurn();
   PublishCount();
   changed_.NotifyAll();  // there may be turns to look at from now on

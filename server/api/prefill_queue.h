@@ -71,6 +71,7 @@ class PrefillQueue {
     int before = 0;           // requests that it waits for, running ones included
     double wait_seconds = 0;  // predicted until its turn
     int submeshes = 1;        // it runs on one of so many
+    double pass_seconds = 0;  // predicted, of the pass that it shares; 0: it shares none
   };
 
   // A request's place, from its header to its end. Destroying it withdraws the request. The queue outlives

@@ -271,6 +271,7 @@ absl::Status PrefillStream::FinishUpload() {
                    slot_->Submit(std::move(tokens_), options_, shared_from_this()));
   options_.submeshes = turn.submeshes;
   if (turn.submeshes > 1) TakePlan(MakePlan(token_count_));
+  if (turn.pass_seconds > 0) predicted_seconds_ = turn.pass_seconds;
   phase_ = Phase::kQueued;
   accepted_.emplace();
   accepted_->set_request_id(header_.request_id());
@@ -439,6 +440,7 @@ void PrefillStream::LogEnd() const {
     absl::StrAppendFormat(&line, " queue=%.3f prefill=%.3f", result_.seconds().queue(),
                           result_.seconds().prefill());
     if (result_.attempts() > 1) absl::StrAppend(&line, " attempts=", result_.attempts());
+    if (result_.pack_prompts() > 1) absl::StrAppend(&line, " pack=", result_.pack_prompts());
   }
   absl::StrAppend(&line, " code=", absl::StatusCodeToString(status_.code()));
   if (!status_.ok()) {

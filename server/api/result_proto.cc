@@ -76,6 +76,7 @@ v1::PrefillResult ToProto(const PrefillResult& result, const std::string& reques
   *message.mutable_comm_bytes() = ToProto(result.comm_bytes);
   message.set_mfu(result.mfu);
   message.set_attempts(static_cast<uint32_t>(result.attempts));
+  message.set_pack_prompts(static_cast<uint32_t>(result.pack_prompts));
   return message;
 }
 

@@ -250,7 +250,10 @@ std::vector<RunOrder::Turn> RunOrder::RunAhead(absl::Time now, Ticket stop) {
       for (const Ticket ticket : gang.tickets) {
         const auto [turn, first] = place.emplace(ticket, turns.size());
         if (first) turns.push_back({ticket, seconds, seconds, gang.submeshes, pack_prompts});
-        if (ticket == stop) return turns;
+        if (ticket == stop) {
+          turns.back().ends_seconds += entries_.at(ticket).Rest(now + absl::Seconds(seconds));
+          return turns;
+        }
         rests.emplace_back(entries_.at(ticket).Rest(now + absl::Seconds(seconds)), ticket);
         shortest = std::min(shortest, rests.back().first);
       }

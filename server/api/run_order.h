@@ -108,7 +108,7 @@ class RunOrder {
   // ---- What to do: decides anew who computes; they live from now on. The first of them; 0: nobody does.
   Ticket Choose(absl::Time now);
   // All that compute, by the order. Several on all devices are in one pack: when they begin, as they are
-  // dealt to it (DealPack).
+  // dealt to it (Pack::Add).
   const std::vector<Ticket>& computing() const { return computing_; }
   // Of a live one: it runs on one of so many sub-meshes; 1: on all devices.
   int submeshes(Ticket ticket) const { return entries_.at(ticket).submeshes; }
@@ -135,7 +135,7 @@ class RunOrder {
   // The turns to come, by when they compute next. Uploads are taken to be complete when all others have
   // ended.
   std::vector<Turn> Turns(absl::Time now) const;
-  // The same up to `ticket`, which is complete: its turn is the last.
+  // The same up to `ticket`, which is complete: its turn is the last, and ends as if nothing else computed.
   std::vector<Turn> TurnsUpTo(Ticket ticket, absl::Time now) const;
   // Seconds until `job`, added now, would begin. Uploads that are paid for are taken to be complete; others
   // count for nothing.

@@ -74,6 +74,7 @@ std::string PrefillJson(const v1::PrefillResult& result) {
                {"mfu", result.mfu()}});
   if (result.cached_tokens() > 0) object["cached_tokens"] = result.cached_tokens();
   if (result.attempts() > 1) object["attempts"] = result.attempts();
+  if (result.pack_prompts() > 1) object["pack_prompts"] = result.pack_prompts();
   return Dump(object);
 }
 

@@ -230,6 +230,9 @@ std::string PrefillText(const v1::PrefillResult& result, double upload_seconds) 
   if (result.attempts() > 1) {
     AppendLine("attempts", absl::StrCat(result.attempts(), ", after the loss of workers"), text);
   }
+  if (result.pack_prompts() > 1) {
+    AppendLine("pack", absl::StrCat(result.pack_prompts(), " prompts, in one pass over the weights"), text);
+  }
   AppendLine("tokens/s", FormatCount(seconds.prefill() > 0 ? tokens / seconds.prefill() : 0), text);
   AppendLine("comm wait",
              absl::StrFormat("%s, %s of attention (%s)", FormatSeconds(seconds.comm_wait()),

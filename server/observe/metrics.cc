@@ -242,6 +242,9 @@ class Metrics::Families {
   Counter& preemptions = AddCounter(registry, "meshfill_preemptions_total",
                                     "Times that a prefill gave way to another and stood still.")
                              .Add({});
+  Counter& packed = AddCounter(registry, "meshfill_packed_prefills_total",
+                               "Finished prefills that shared their pass over the weights with others.")
+                        .Add({});
   Counter& paused = AddCounter(registry, "meshfill_paused_seconds_total",
                                "Time that finished prefills stood still for others.")
                         .Add({});
@@ -538,6 +541,7 @@ void Metrics::OnPrefillDone(const PrefillResult& result) {
   Families& f = *families_;
   f.ObserveExperts(result.expert_loads);
   f.paused.Increment(result.paused_seconds);
+  if (result.pack_prompts > 1) f.packed.Increment();
   f.prefill.Observe(result.prefill_seconds);
   f.prompt_tokens.Increment(static_cast<double>(result.tokens()));
   f.mfu.Set(result.mfu);
@@ -570,7 +574,7 @@ void Metrics::OnPrefillDone(const PrefillResult& result) {
     least_busy = rank == 0 ? busy : std::min(least_busy, busy);
   }
   f.overlap.Set(attention_seconds > 0 ? 1 - wait_seconds / attention_seconds : 1);
-  f.straggler_spread.Set(busiest - least_busy);
+  if (result.pack_prompts == 1) f.straggler_spread.Set(busiest - least_busy);  // of others it had a share
 
   const prometheus::Labels labels = {{"ranks", std::to_string(result.plan.ranks())},
                                      {"heads", std::to_string(result.plan.heads)},

@@ -58,6 +58,7 @@ void PrefillTrace::OnComputed(const absl::StatusOr<PrefillResult>& result, absl:
                {"meshfill.tile.a", int64_t{plan.tile.a}},
                {"meshfill.tile.b", int64_t{plan.tile.b}},
                {"meshfill.attempts", int64_t{result->attempts}},
+               {"meshfill.pack_prompts", int64_t{result->pack_prompts}},
                {"meshfill.cached_tokens", int64_t{result->cached_tokens}},
                {"meshfill.paused_seconds", result->paused_seconds},
                {"meshfill.attention_seconds", result->attention_seconds},

@@ -156,6 +156,7 @@ def main():
     parser.add_argument("--heads", type=int, default=4, help="of the model; half as many, at least one, of K and V")
     parser.add_argument("--head-dim", type=int, help="of the model")
     parser.add_argument("--layers", type=int, help="of the model")
+    parser.add_argument("--dtype", default="f32", help="of the model's weights")
     parser.add_argument("--tokens", type=int, help="of the shortest prompts")
     parser.add_argument("--in-flight", type=int)
     parser.add_argument("--rounds", type=int)
@@ -177,7 +178,7 @@ def main():
         folder = pathlib.Path(name)
         os.environ["XDG_CACHE_HOME"] = str(folder / "cache")  # not the user's
         make = ["make-model", "--arch", "llama", "--out", folder / "model", "--layers", arguments.layers, "--hidden", arguments.hidden,
-                "--heads", arguments.heads, "--kv-heads", max(1, arguments.heads // 2), "--vocab", 1000, "--dtype", "f32", "--context", 1 << 20]
+                "--heads", arguments.heads, "--kv-heads", max(1, arguments.heads // 2), "--vocab", 1000, "--dtype", arguments.dtype, "--context", 1 << 20]
         if arguments.intermediate:
             make += ["--intermediate", arguments.intermediate]
         if arguments.head_dim:

@@ -134,7 +134,7 @@ TEST_F(FrontEndMetricsTest, ACachedPrefixShortensTheTurn) {
 TEST_F(FrontEndMetricsTest, PromptsThatWaitAtTheSameTimeShareAPass) {
   for (const bool cached : {false, true}) {
     StartServer({}, /*open=*/false);
-    engine_->SharePasses({.ranks = 4, .rank_tokens = 1024}, {.least_seconds = 1});
+    engine_->SharePasses({.ranks = 4, .rank_tokens = 1024}, {.least_seconds = 1.2});
     engine_->PredictSeconds(1);
     if (cached) engine_->Cache(64, 1);
     front_end_->Open(std::move(engine_owner_));
@@ -145,10 +145,18 @@ TEST_F(FrontEndMetricsTest, PromptsThatWaitAtTheSameTimeShareAPass) {
     ASSERT_TRUE(engine_->WaitForBegun(1));
     for (Call* call : {&one, &two, &three}) {
       call->Send(Header(100)).Send(ids).HalfClose();
-      EXPECT_EQ(call->ReadEvent().accepted().queue_position(), 1u);
+      const v1::Accepted accepted = call->ReadEvent().accepted();
+      EXPECT_EQ(accepted.queue_position(), 1u);
+      EXPECT_NEAR(accepted.predicted_seconds(), call == &one ? 1 : 1.2, 1e-6) << "the pass takes longer";
     }
+    FlushLog();
+    testing::internal::CaptureStderr();
     engine_->Release();
     for (Call* call : {&runs, &one, &two, &three}) EXPECT_TRUE(call->Finish().status.ok());
+    FlushLog();
+    const std::string log = testing::internal::GetCapturedStderr();
+    EXPECT_NE(log.find(" pack=3 "), std::string::npos) << log;
+    EXPECT_EQ(log.find(" pack=1 "), std::string::npos) << log;
     EXPECT_EQ(engine_->packs(), (std::vector<std::vector<uint32_t>>{{1, 1, 1}}));
     front_end_.reset();
   }

@@ -106,6 +106,8 @@ TEST_F(PrefillQueuePacksTest, ABacklogOfShortPromptsBeginsAsOnePack) {
     EXPECT_EQ(each.turn.before, 1) << "who shares its pass is not waited for";
     EXPECT_NEAR(each.turn.wait_seconds, 100, 1);
     EXPECT_EQ(each.turn.submeshes, 1);
+    // The first came when nobody was there to share one.
+    EXPECT_NEAR(each.turn.pass_seconds, &each == &sent.front() ? 0 : 1, 1e-6);
   }
   Unblock(blocker);
   ASSERT_TRUE(engine_.WaitForBegun(6));

@@ -20,6 +20,7 @@ TEST(ResultProtoTest, AttemptsThatWereLostAreInTheSeconds) {
   result->lost_seconds = 40;
   result->paused_seconds = 500;
   result->attempts = 2;
+  result->pack_prompts = 7;
   result->cached_tokens = 4;
   result->pieces = 3;
   result->piece_tokens = 5;
@@ -30,6 +31,7 @@ TEST(ResultProtoTest, AttemptsThatWereLostAreInTheSeconds) {
   EXPECT_EQ(message.seconds().attention(), result->attention_seconds);
   EXPECT_EQ(message.seconds().comm_wait(), result->comm_wait_seconds);
   EXPECT_EQ(message.attempts(), 2u);
+  EXPECT_EQ(message.pack_prompts(), 7u);
   EXPECT_EQ(message.tokens(), 10u);
   EXPECT_EQ(message.cached_tokens(), 4u);
   EXPECT_EQ(message.plan().pieces(), 3u);

@@ -85,6 +85,7 @@ TEST(PrefillText, SaysAllThatIsRare) {
   seconds.set_attention(0.5);
   seconds.set_comm_wait(0.125);
   result.set_attempts(2);
+  result.set_pack_prompts(7);
   result.set_mfu(0.625);
   *result.mutable_plan() = RarePlan();
   *result.mutable_comm_bytes() = Bytes(1024);
@@ -94,6 +95,7 @@ top (logit)     17 (9.25)  3 (-1.5)
 tokens          1,048,576, 5,120 of them cached
 TTFT            3.0 s (upload 750 ms, queue 250 ms, prefill 2.0 s)
 attempts        2, after the loss of workers
+pack            7 prompts, in one pass over the weights
 tokens/s        524,288
 comm wait       125 ms, 25.0 % of attention (500 ms)
 MFU             62.5 %
@@ -112,6 +114,7 @@ TEST(PrefillText, LeavesOutWhatIsAsUsual) {
   result.set_first_token(5);
   result.add_top()->set_token(5);
   result.set_attempts(1);
+  result.set_pack_prompts(1);
   *result.mutable_plan() = PlainPlan();
   EXPECT_EQ(PrefillText(result, /*upload_seconds=*/0), R"(request         r-2
 first token     5

@@ -307,6 +307,22 @@ TEST(MetricsTest, SeriesAreThereBeforeTheirFirstEvent) {
   EXPECT_EQ(reasons, static_cast<int>(Refusal::kOther) + 1) << "no two have one name";
 }
 
+// Of ranks that others shared, one prompt cannot say how evenly they worked.
+TEST(MetricsTest, CountsPromptsThatSharedTheirPass) {
+  Metrics metrics;
+  FakeEngine engine;
+  metrics.OnPrefillDone(RunOnce(engine, 10));
+  const auto before = Samples(metrics.Text());
+  EXPECT_EQ(before.at("meshfill_packed_prefills_total"), 0);
+  PrefillResult result = RunOnce(engine, 10);
+  result.pack_prompts = 2;
+  result.ranks.front().total_seconds += 1;
+  metrics.OnPrefillDone(result);
+  const auto samples = Samples(metrics.Text());
+  EXPECT_EQ(samples.at("meshfill_packed_prefills_total"), 1);
+  EXPECT_EQ(samples.at("meshfill_straggler_spread_seconds"), before.at("meshfill_straggler_spread_seconds"));
+}
+
 TEST(MetricsTest, WhatThereIsNotDividesNothing) {
   Metrics metrics;
   FakeEngine engine;

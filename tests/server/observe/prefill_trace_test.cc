@@ -31,6 +31,7 @@ absl::StatusOr<PrefillResult> SomeResult() {
   PrefillResult result = {.plan = plan};
   result.plan.heads = 2;
   result.attempts = 2;
+  result.pack_prompts = 3;
   result.cached_tokens = 128;
   result.paused_seconds = 0.75;
   result.attention_seconds = 1.5;
@@ -222,6 +223,7 @@ TEST(OtlpJson, IsWhatTheProtocolSays) {
       "meshfill.tile.a": {"intValue": "2"},
       "meshfill.tile.b": {"intValue": "3"},
       "meshfill.attempts": {"intValue": "2"},
+      "meshfill.pack_prompts": {"intValue": "3"},
       "meshfill.cached_tokens": {"intValue": "128"},
       "meshfill.paused_seconds": {"doubleValue": 0.75},
       "meshfill.attention_seconds": {"doubleValue": 1.5},
