@@ -57,7 +57,7 @@ class KvDeviceMemory::Leaving final : public KvKeeping {
     uint64_t number = 0;
     KvSlabShape shape;
     DeviceMessage kv;
-    std::unique_ptr<std::byte[]> host;
+    SlabMemory host;
     HostCopies copies;  // copies from `kv` to `host`
   };
 
@@ -199,7 +199,7 @@ absl::Status KvDeviceMemory::CopyToHost(KvSlab& slab) {
     device = held.part->device;
     message = held.kv;
   }
-  ASSIGN_OR_RETURN(std::unique_ptr<std::byte[]> host, NewSlabMemory(slab.shape()));
+  ASSIGN_OR_RETURN(SlabMemory host, NewSlabMemory(slab.shape()));
   ASSIGN_OR_RETURN(const std::unique_ptr<Stream> stream, device->NewStream(nullptr));
   ASSIGN_OR_RETURN(const BufferRef kv, stream->TakeOver(std::move(message)));
   ASSIGN_OR_RETURN(const HostCopies copies, StartSlabCopy(slab.shape(), kv, host.get(), *stream));

@@ -1,5 +1,7 @@
 #include "engine/kv/kv_slab.h"
 
+#include <sys/mman.h>
+
 #include <algorithm>
 #include <new>
 #include <utility>
@@ -10,8 +12,31 @@
 
 namespace meshfill {
 
-absl::StatusOr<std::unique_ptr<std::byte[]>> NewSlabMemory(const KvSlabShape& shape) {
-  std::unique_ptr<std::byte[]> memory(new (std::nothrow) std::byte[static_cast<size_t>(shape.bytes())]);
+namespace {
+
+constexpr size_t kMappedBytes = size_t{1} << 20;  // from here on a slab is mapped
+
+// Null: there is none.
+SlabMemory Allocate(size_t bytes) {
+  if (bytes < kMappedBytes) return SlabMemory(new (std::nothrow) std::byte[bytes]);
+  void* const mapped = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (mapped == MAP_FAILED) return nullptr;
+  madvise(mapped, bytes, MADV_HUGEPAGE);  // a hint: without huge pages it is only slower
+  return SlabMemory(static_cast<std::byte*>(mapped), {.mapped_bytes = bytes});
+}
+
+}  // namespace
+
+void FreeSlabMemory::operator()(std::byte* memory) const {
+  if (mapped_bytes > 0) {
+    munmap(memory, mapped_bytes);
+  } else {
+    delete[] memory;
+  }
+}
+
+absl::StatusOr<SlabMemory> NewSlabMemory(const KvSlabShape& shape) {
+  SlabMemory memory = Allocate(static_cast<size_t>(shape.bytes()));
   if (memory != nullptr) return memory;
   return absl::ResourceExhaustedError(
       absl::StrCat("no memory for the ", shape.bytes(),
@@ -50,12 +75,12 @@ KvSlab::~KvSlab() {
 }
 
 absl::StatusOr<std::byte*> KvSlab::Place() {
-  ASSIGN_OR_RETURN(std::unique_ptr<std::byte[]> memory, NewSlabMemory(shape_));
+  ASSIGN_OR_RETURN(SlabMemory memory, NewSlabMemory(shape_));
   SetHost(std::move(memory));
   return host_memory_.get();
 }
 
-void KvSlab::SetHost(std::unique_ptr<std::byte[]> host) {
+void KvSlab::SetHost(SlabMemory host) {
   host_memory_ = std::move(host);
   host_.store(host_memory_.get(), std::memory_order_release);
 }

@@ -36,8 +36,16 @@ struct KvSlabShape {
   int64_t slot_bytes() const { return model.kv_heads * model.head_bytes(); }  // K or V of one token
 };
 
-// Host memory for a slab. RESOURCE_EXHAUSTED: there is none.
-absl::StatusOr<std::unique_ptr<std::byte[]>> NewSlabMemory(const KvSlabShape& shape);
+// Gives a slab's memory back.
+struct FreeSlabMemory {
+  size_t mapped_bytes = 0;  // of its own mapping; 0: it is of the heap
+  void operator()(std::byte* memory) const;
+};
+using SlabMemory = std::unique_ptr<std::byte[], FreeSlabMemory>;
+
+// Host memory for a slab. A large one is a mapping of its own: slabs of prompts of many lengths come and go,
+// and what is freed between others would stay with the heap. RESOURCE_EXHAUSTED: there is none.
+absl::StatusOr<SlabMemory> NewSlabMemory(const KvSlabShape& shape);
 
 // Begins to copy K and V from where a device has them to where the host does, `to`, of shape.bytes(). `kv` is
 // what earlier operations of `stream` left, and nobody writes it from now on.
@@ -73,10 +81,10 @@ class KvSlab {
 
  private:
   friend class KvDeviceMemory;
-  void SetHost(std::unique_ptr<std::byte[]> host);
+  void SetHost(SlabMemory host);
 
   const KvSlabShape shape_;
-  std::unique_ptr<std::byte[]> host_memory_;
+  SlabMemory host_memory_;
   std::atomic<std::byte*> host_{nullptr};
   std::shared_ptr<KvDeviceMemory> device_memory_;  // null: it never was there
   uint64_t number_ = 0;                            // there
