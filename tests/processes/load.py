@@ -43,7 +43,7 @@ class Pool:
         self.quit = threading.Event()
         self.kills = 0
         self.folder = folder
-        queue = f"queue:\n  max_tokens: {QUEUE_TOKENS}\nkv:\n  memory_bytes: {arguments.kv_mib}MiB\n"
+        queue = f"queue:\n  max_requests: {arguments.max_requests}\n  max_tokens: {QUEUE_TOKENS}\nkv:\n  memory_bytes: {arguments.kv_mib}MiB\n"
         memory = f"    memory_bytes: {arguments.memory_mib}MiB\n"
         head = f"model:\n  path: {folder / 'model'}\n"
         listen = "listen: 127.0.0.1:0\nmetrics_listen: ''\n"
@@ -158,6 +158,7 @@ def main():
     parser.add_argument("--layers", type=int, help="of the model")
     parser.add_argument("--dtype", default="f32", help="of the model's weights")
     parser.add_argument("--tokens", type=int, help="of the shortest prompts")
+    parser.add_argument("--max-requests", type=int, help="that wait or upload")
     parser.add_argument("--in-flight", type=int)
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--memory-mib", type=int, help="for what runs: of the server, or of each worker")
@@ -167,10 +168,10 @@ def main():
     parser.add_argument("--kill-every", type=float, default=0, help="seconds")
     parser.add_argument("--seed", type=int, default=random.randrange(2**31))
     parser.add_argument("--strict", action="store_true")
-    short = dict(seconds=3, overload_seconds=0.3, hidden=64, layers=2, tokens=64, in_flight=16, rounds=1, memory_mib=256,
-                 kv_mib=64, ranks=4)
-    long = dict(seconds=600, overload_seconds=12, hidden=256, layers=4, tokens=1024, in_flight=64, rounds=5, memory_mib=768,
-                kv_mib=768, ranks=1)
+    short = dict(seconds=3, overload_seconds=0.3, hidden=64, layers=2, tokens=64, max_requests=24, in_flight=16, rounds=1,
+                 memory_mib=256, kv_mib=64, ranks=4)
+    long = dict(seconds=600, overload_seconds=12, hidden=256, layers=4, tokens=1024, max_requests=64, in_flight=64, rounds=5,
+                memory_mib=768, kv_mib=768, ranks=1)
     parser.set_defaults(**(short if "--short" in sys.argv else long))
     arguments = parser.parse_args()
     print(f"seed {arguments.seed}", flush=True)
