@@ -130,6 +130,7 @@ class EmbeddedPack {
       weights.Leave(reader);
       return RankOutput();
     }
+    const absl::Duration paused_before = stop_.PausedTime();
     absl::StatusOr<RankOutput> output =
         RunRank({.prompts = prompts,
                  .model = *runs_.pool.models[static_cast<size_t>(place_.first_rank() + rank)],
@@ -140,7 +141,7 @@ class EmbeddedPack {
                  .communicator = *communicators_[static_cast<size_t>(rank)],
                  .wait_timeout = PeerWaitTimeout(prompts.front().plan),
                  .on_layer_done = [this, rank](int layer) { OnLayerDone(rank, layer); }});
-    if (output.ok()) output->stats.total_seconds -= absl::ToDoubleSeconds(stop_.PausedTime());
+    if (output.ok()) output->stats.total_seconds -= absl::ToDoubleSeconds(stop_.PausedTime() - paused_before);
     return output;
   }
 
