@@ -118,10 +118,12 @@ class Runner {
     for (const auto& prompt : prompts_) {
       RETURN_IF_ERROR(prompt->Prepare(buffers_.wide, slice_tokens_));
     }
-    std::vector<uint32_t> ids;
-    ids.reserve(static_cast<size_t>(tokens_));
-    for (const RankPrompt& prompt : run_.prompts) ids.insert(ids.end(), prompt.ids.begin(), prompt.ids.end());
-    return run_.model.Embed(stream_, ids, Residual(0));
+    int64_t first_token = 0;
+    for (const RankPrompt& prompt : run_.prompts) {
+      RETURN_IF_ERROR(run_.model.Embed(stream_, prompt.ids, Residual(first_token)));
+      first_token += std::ssize(prompt.ids);
+    }
+    return absl::OkStatus();
   }
 
   // A layer whose products are being computed.
