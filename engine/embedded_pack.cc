@@ -1,6 +1,6 @@
 #include "engine/embedded_pack.h"
 
-#include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cstddef>
 #include <iterator>
@@ -162,9 +162,16 @@ class EmbeddedPack {
           .IgnoreError();  // what is queued uses prompts, and weights
       if (device(rank).lost()) runs_.on_device_lost();
     }
-    const MutexLock lock(mu_);
     outputs_[static_cast<size_t>(rank)] = std::move(output);
     if (++ranks_done_ < place_.ranks()) return;
+    SetResults();
+    const MutexLock lock(mu_);
+    done_ = true;
+    changed_.NotifyAll();
+  }
+
+  // On the thread of the last rank, which alone looks at the outputs and the results until it is done.
+  void SetResults() {
     const absl::Status cause = FirstCause(outputs_);
     const double seconds =
         std::chrono::duration<double>(ToSteadyTime(stop_.Now().run_time()) - start_).count();
@@ -176,13 +183,11 @@ class EmbeddedPack {
                                    : absl::StatusOr<PrefillResult>(cause);
       }
     }
-    done_ = true;
-    changed_.NotifyAll();
   }
 
   // Of the prompt whose logits are row `k` of its rank's.
   absl::StatusOr<PrefillResult> ResultOf(Prompt& prompt, const std::vector<float>& logits, size_t k,
-                                         double seconds) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+                                         double seconds) {
     const auto& [request, planned, rank, observer] = prompt.given;
     const auto vocab = static_cast<ptrdiff_t>(runs_.model().vocab);
     const double part = static_cast<double>(prompt.ids.size()) / static_cast<double>(tokens_);
@@ -223,9 +228,9 @@ class EmbeddedPack {
   Mutex mu_;
   CondVar changed_;
   int running_ ABSL_GUARDED_BY(mu_) = 0;  // prompts that have not been stopped
-  std::vector<absl::StatusOr<RankOutput>> outputs_ ABSL_GUARDED_BY(mu_);
-  int ranks_done_ ABSL_GUARDED_BY(mu_) = 0;
   bool done_ ABSL_GUARDED_BY(mu_) = false;
+  std::vector<absl::StatusOr<RankOutput>> outputs_;
+  std::atomic<int> ranks_done_{0};
   std::optional<RankWeights> weights_;
   LocalRanks ranks_;  // threads; last: they use all of the above
 };

@@ -3,7 +3,8 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <map>
+#include <filesystem>
+#include <fstream>
 #include <memory>
 #include <optional>
 #include <random>
@@ -344,6 +345,37 @@ TEST_F(EmbeddedPackTest, NamesTheFirstErrorAndServesTheNextPass) {
   EXPECT_EQ(refused.status().code(), absl::StatusCode::kInvalidArgument) << refused.status();
   backlog.prompts[1][3] = 0;
   EXPECT_TRUE(engine->StartPack(backlog.requests, backlog.observers).ok());
+}
+
+// Where a rank fails, all prompts of the pass hear why, also those of others, and the next pass goes well.
+TEST_F(EmbeddedPackTest, ARankThatFailsEndsThePass) {
+  const TempFolder folder;
+  std::filesystem::copy(ModelFolder(), folder / "model");
+  const std::string file = folder / "model/model.safetensors";
+  const auto engine = LoadEmbeddedEngine({.model_path = folder / "model",
+                                          .ranks = 2,
+                                          .device = "cpu",
+                                          .weights = WeightMode::kStreamed,
+                                          .peak_flops = 1e12,
+                                          .speed = SlowWeights()});
+  ASSERT_TRUE(engine.ok()) << engine.status();
+  Backlog backlog({RandomPrompt(10, random_), RandomPrompt(20, random_), RandomPrompt(30, random_)},
+                  **engine);
+  const auto size = std::filesystem::file_size(file);
+  std::filesystem::resize_file(file, size / 2);  // as a copy that is under way
+  auto failed = (*engine)->StartPack(backlog.requests, backlog.observers);
+  ASSERT_TRUE(failed.ok()) << failed.status();
+  for (const auto& prefill : *failed) {
+    const absl::Status status = prefill->Wait().status();
+    EXPECT_TRUE(absl::IsDataLoss(status)) << status;
+    EXPECT_NE(status.message().find(file), std::string::npos) << status;
+  }
+  failed->clear();
+  std::ifstream again(ModelFolder() + "/model.safetensors", std::ios::binary);
+  std::fstream(file, std::ios::in | std::ios::out | std::ios::binary) << again.rdbuf();
+  auto prefills = (*engine)->StartPack(backlog.requests, std::vector<PrefillObserver*>(3, nullptr));
+  ASSERT_TRUE(prefills.ok()) << prefills.status();
+  for (const auto& prefill : *prefills) EXPECT_TRUE(prefill->Wait().ok());
 }
 
 // A pass of many short prompts takes less than these one after the other.
