@@ -1,5 +1,5 @@
 // The server's Prometheus metrics (docs/metrics.md): what each name means stands in its help text, in
-// metrics.cc.
+// metric_families.h.
 //
 // Thread-safe. Label values come from fixed sets (status codes, operations, ranks and workers of the pool,
 // states), never from clients; a worker's go with it, and the plan's labels are those of the one plan used
@@ -22,6 +22,7 @@
 namespace meshfill {
 
 enum class PoolState { kLoading, kReady, kDraining };
+inline constexpr PoolState kPoolStates[] = {PoolState::kLoading, PoolState::kReady, PoolState::kDraining};
 const char* PoolStateName(PoolState state);  // "loading", "ready", "draining"
 
 // Why a request had no place.
@@ -87,6 +88,8 @@ struct FirstToken {
   std::string trace_id = {};  // 32 hexadecimal digits, of a trace that somebody records; empty: none
 };
 
+class MetricFamilies;  // keeps Prometheus' headers out of this one
+
 class Metrics {
  public:
   Metrics();
@@ -119,8 +122,7 @@ class Metrics {
   void OnFirstToken(const FirstToken& first);
 
  private:
-  class Families;  // keeps Prometheus' headers out of this one
-  std::unique_ptr<Families> families_;
+  std::unique_ptr<MetricFamilies> families_;
 };
 
 }  // namespace meshfill

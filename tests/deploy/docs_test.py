@@ -34,7 +34,7 @@ def read(path):
 
 
 def metric_names():
-    sources = sorted((ROOT / "server/observe").glob("*metrics.cc"))
+    sources = sorted((ROOT / "server/observe").glob("*metric*"))
     return {name for path in sources for name in re.findall(r'"((?:meshfill|process)_[a-z_]+)"', path.read_text())}
 
 

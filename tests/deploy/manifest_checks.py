@@ -332,7 +332,7 @@ def check_placement(documents):
 
 def check_monitoring(documents):
     """The labels that Prometheus and Grafana look for, queries of this pool alone, and metrics that are there."""
-    metrics = set(re.findall(r'"(meshfill_[a-z_]+)"', (ROOT / "server/observe/metrics.cc").read_text()))
+    metrics = set(re.findall(r'"(meshfill_[a-z_]+)"', (ROOT / "server/observe/metric_families.h").read_text()))
     for document in of_kind(documents, "PodMonitor", "PrometheusRule"):
         if "release" not in document["metadata"].get("labels", {}):
             yield f"{name_of(document)}: no label release, by which Prometheus chooses"
