@@ -60,7 +60,8 @@ class EmbeddedRun final : public Prefill {
                 .pieces = static_cast<int>(pieces_.size()),
                 .piece_tokens = pieces_.size() > 1 ? pieces_.front().layout.tokens() : 0,
                 .cached_tokens = planned.cached_tokens,
-                .ranks = std::vector<RankStats>(place_.ranks())},
+                .ranks = std::vector<RankStats>(place_.ranks()),
+                .pool_ranks = place_.pool_ranks()},
         outputs_(place_.ranks(), absl::StatusOr<RankOutput>(absl::UnknownError(""))),
         ends_(place_.ranks()) {
     const size_t kept_spans = request.options.keep_timeline ? TimelineRecorder::kCapacity : 0;

@@ -85,7 +85,8 @@ struct PrefillResult {
   CommBytes comm_bytes;          // bytes of the rank that sent most, over all layers
   double mfu = 0;                // model FLOPs utilisation of the whole model
   double attention_mfu = 0;
-  std::vector<RankStats> ranks;          // by rank
+  std::vector<RankStats> ranks;  // by rank of its mesh
+  std::vector<int> pool_ranks;   // the pool's rank that each of these is; empty: they are all, in order
   std::vector<ExpertLoad> expert_loads;  // by layer that has experts
   std::optional<Timeline> timeline;      // from the start of the run
   int pack_prompts = 1;                  // prompts that shared its pass, it included

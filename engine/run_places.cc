@@ -1,6 +1,7 @@
 #include "engine/run_places.h"
 
 #include <algorithm>
+#include <numeric>
 #include <optional>
 #include <tuple>
 #include <utility>
@@ -24,6 +25,12 @@ RunPlaces::Place::~Place() {
   const MutexLock lock(places_->mu_);
   --places_->runs_;
   places_->Add(*this, -1, computes_ ? -1 : 0);
+}
+
+std::vector<int> RunPlaces::Place::pool_ranks() const {
+  std::vector<int> ranks(static_cast<size_t>(ranks_));
+  std::iota(ranks.begin(), ranks.end(), first_rank_);
+  return ranks;
 }
 
 void RunPlaces::Place::SetComputes(bool computes) {

@@ -39,7 +39,8 @@ class RunPlaces {
 
     int first_rank() const { return first_rank_; }
     int ranks() const { return ranks_; }
-    void SetComputes(bool computes);  // false: it stands still
+    std::vector<int> pool_ranks() const;  // all of them
+    void SetComputes(bool computes);      // false: it stands still
 
    private:
     friend class RunPlaces;

@@ -152,6 +152,9 @@ class MetricFamilies {
       "Wall time of a rank's attention, by rank: compute, comm wait, and what is left of it, idle.");
   Family<Counter>& busy = AddCounter("meshfill_rank_busy_seconds_total",
                                      "Wall time of a rank's prefills less its comm wait, by rank.");
+  Family<Counter>& mesh_busy = AddCounter(
+      "meshfill_mesh_busy_seconds_total",
+      "What a rank would have been busy, were all ranks of its prefills alike: their mean, by rank.");
   Family<Counter>& comm_bytes = AddCounter("meshfill_comm_bytes_total",
                                            "Bytes that all ranks sent to each other, by what they carried.");
   Family<Counter>& rank_comm_bytes =

@@ -215,10 +215,16 @@ void Metrics::OnPrefillDone(const PrefillResult& result) {
     f.prediction_ratio.Set(result.prefill_seconds / result.plan.predicted.seconds);
   }
 
+  const auto busy_seconds = [](const RankStats& stats) {
+    return stats.total_seconds - stats.comm_wait_seconds();
+  };
+  double all_busy = 0;
+  for (const RankStats& stats : result.ranks) all_busy += busy_seconds(stats);
   double attention_seconds = 0, wait_seconds = 0, busiest = 0, least_busy = 0;
   for (size_t rank = 0; rank < result.ranks.size(); ++rank) {
     const RankStats& stats = result.ranks[rank];
-    const std::string label = std::to_string(rank);
+    const std::string label =
+        std::to_string(result.pool_ranks.empty() ? static_cast<int>(rank) : result.pool_ranks[rank]);
     for (Traffic traffic : kPrefillTraffics) {
       f.comm_wait.Add({{"rank", label}, {"op", OperationName(traffic)}})
           .Increment(stats.wait_seconds[traffic]);
@@ -228,8 +234,12 @@ void Metrics::OnPrefillDone(const PrefillResult& result) {
     CountBytes(stats.sent, f.comm_bytes);
     attention_seconds += stats.attention_seconds;
     wait_seconds += stats.comm_wait_seconds();
-    const double busy = stats.total_seconds - stats.comm_wait_seconds();
+    const double busy = busy_seconds(stats);
     f.busy.Add({{"rank", label}}).Increment(busy);
+    // Ranks of a pass of several prompts have more or fewer of them.
+    const double mean_busy =
+        result.pack_prompts > 1 ? busy : all_busy / static_cast<double>(result.ranks.size());
+    f.mesh_busy.Add({{"rank", label}}).Increment(mean_busy);
     busiest = rank == 0 ? busy : std::max(busiest, busy);
     least_busy = rank == 0 ? busy : std::min(least_busy, busy);
   }

@@ -292,13 +292,15 @@ void Leader::StartRun(Ticket ticket, absl::Time now) {
   request.run = last_run_ = number;
   const int64_t tokens_ahead = request.pieces.has_value() ? request.pieces->tokens_ahead() : 0;
   PlacedRun& run = **placed;
-  const RunCoordinator::Options options = {.layers = options_.kv.layers,
-                                           .vocab = options_.vocab,
-                                           .shares_weights = run.shares_weights,
-                                           .tokens_ahead = tokens_ahead,
-                                           .hang_timeout = options_.hang_timeout,
-                                           .prepare_timeout = options_.prepare_timeout,
-                                           .stop_timeout = options_.stop_timeout};
+  const RunCoordinator::Options options = {
+      .layers = options_.kv.layers,
+      .vocab = options_.vocab,
+      .shares_weights = run.shares_weights,
+      .tokens_ahead = tokens_ahead,
+      .pool_ranks = PoolRanks(members_.ByPlace(), run.workers, run.plan.ranks()),
+      .hang_timeout = options_.hang_timeout,
+      .prepare_timeout = options_.prepare_timeout,
+      .stop_timeout = options_.stop_timeout};
   const auto first = static_cast<size_t>(run.plan.cached_tokens);
   const auto tokens = request.request.tokens.subspan(first, static_cast<size_t>(run.plan.layout.tokens()));
   live_.runs.emplace(number,

@@ -21,6 +21,7 @@ struct RunResult {
   Plan plan;  // a prompt in pieces: the last piece's plan, with the prediction of all
   std::vector<float> logits;
   std::vector<RankStats> ranks;
+  std::vector<int> pool_ranks;  // the pool's rank that each of these is, when the run began
   double peak_flops = 0;      // sum of the ranks that took part
   double seconds = 0;         // this run, from Prepare to the last RankDone, without probes and pauses
   bool probed = false;        // the run measured links, too

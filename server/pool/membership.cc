@@ -421,4 +421,19 @@ std::vector<SeatsOfWorker> SeatWorkers(const std::vector<const Membership::Worke
   return seats;
 }
 
+std::vector<int> PoolRanks(const std::vector<const Membership::Worker*>& all,
+                           const std::vector<const Membership::Worker*>& workers, int ranks) {
+  std::map<const Membership::Worker*, int> first_rank;
+  int next = 0;
+  for (const Membership::Worker* worker : all) {
+    first_rank[worker] = next;
+    next += static_cast<int>(worker->offer.ranks());
+  }
+  std::vector<int> by_seat;
+  for (const auto& [worker, first, count] : SeatWorkers(workers, ranks)) {
+    for (int i = 0; i < count; ++i) by_seat.push_back(first_rank[worker] + i);
+  }
+  return by_seat;
+}
+
 }  // namespace meshfill

@@ -220,6 +220,7 @@ class PoolEngine::Run final : public Prefill {
     result.piece_tokens = run.piece_tokens;
     result.cached_tokens = run.cached_tokens;
     result.ranks = std::move(run.ranks);
+    result.pool_ranks = std::move(run.pool_ranks);
     result.prefill_seconds = run.seconds;
     RETURN_IF_ERROR(SummarisePrefill(engine_.model_.shape, engine_.model_name(), run.peak_flops,
                                      request_.options.top_k, result));
@@ -240,19 +241,19 @@ class PoolEngine::Run final : public Prefill {
   }
 
   absl::StatusOr<Leader::Result> WaitForAnswer() {
-    int64_t told = 0, told_of = 1;  // another attempt may have other pieces; nobody is told less than before
+    std::pair<int, int> told(0, 0);  // another attempt begins again, and may have other pieces
     MutexLock lock(engine_.mu_);
     while (true) {
-      const bool more = layers_done_ * told_of > told * layers_;
-      if (!more && answer_.has_value()) break;
-      if (!more) {
+      const std::pair<int, int> done(layers_done_, layers_);
+      const bool news = layers_done_ > 0 && done != told;
+      if (!news && answer_.has_value()) break;
+      if (!news) {
         engine_.changed_.Wait(engine_.mu_);
         continue;
       }
-      told = layers_done_;
-      told_of = layers_;
+      told = done;
       lock.Unlock();
-      if (observer_ != nullptr) observer_->OnLayerDone(static_cast<int>(told), static_cast<int>(told_of));
+      if (observer_ != nullptr) observer_->OnLayerDone(told.first, told.second);
       lock.Lock();
     }
     return *std::move(answer_);

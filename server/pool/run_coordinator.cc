@@ -241,6 +241,7 @@ RunCoordinator::Outcome RunCoordinator::Finish(absl::Time now) {
   RunResult result{.plan = std::move(plan_), .logits = std::move(logits_)};
   result.seconds = absl::ToDoubleSeconds(now - begin_ - pauses_.Total(now));
   result.cached_tokens = result.plan.cached_tokens;
+  result.pool_ranks = options_.pool_ranks;
   TakeLinks(result);
   for (const Seat& seat : seats_) {
     result.ranks.push_back(seat.stats);

@@ -56,6 +56,7 @@ class RunCoordinator {
     int64_t vocab = 1;
     bool shares_weights = false;  // the workers gather them from each other
     int64_t tokens_ahead = 0;     // prompt tokens of later runs; above 0: this run has no logits
+    std::vector<int> pool_ranks;  // by seat: which of the pool's ranks sits there
     absl::Duration hang_timeout;
     absl::Duration prepare_timeout;  // plus a second for each million tokens
     absl::Duration stop_timeout;

@@ -165,6 +165,7 @@ TEST(Submeshes, AnswerAsAPoolOfAsManyRanks) {
       ASSERT_TRUE(actual.ok() && expected.ok()) << actual.status() << expected.status();
       EXPECT_EQ(actual->plan.ranks(), 4 / submeshes);
       EXPECT_EQ(std::ssize(actual->ranks), 4 / submeshes);
+      EXPECT_EQ(std::ssize(actual->pool_ranks), 4 / submeshes);
       EXPECT_EQ(actual->logits, expected->logits) << prompt.size() << " tokens";
       for (size_t layer = 0; layer < expected->kv.layers.size(); ++layer) {
         EXPECT_TRUE(actual->kv.layers[layer].k == expected->kv.layers[layer].k);
@@ -243,6 +244,13 @@ TEST(Submeshes, SayWhoSharesTheirRanks) {
   EXPECT_NE(live[0]->place(), live[1]->place());
   EXPECT_EQ(live[0]->place(), live[2]->place());
   EXPECT_EQ(live[1]->place(), live[3]->place());
+  for (const auto& each : live) {
+    each->Resume();
+    const auto result = each->Wait();
+    ASSERT_TRUE(result.ok()) << result.status();
+    const int first = static_cast<int>(each->place()) - 1;
+    EXPECT_EQ(result->pool_ranks, (std::vector<int>{first, first + 1}));
+  }
 }
 
 // The model FLOPs utilisation is of what the ranks that ran it can do.

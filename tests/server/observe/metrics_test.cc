@@ -105,6 +105,7 @@ TEST(MetricsTest, TellsAPrefill) {
       {"meshfill_attention_compute_seconds_total{rank=\"3\"}", 1.25},
       {"meshfill_attention_seconds_total{rank=\"1\"}", 2},
       {"meshfill_rank_busy_seconds_total{rank=\"2\"}", 5 - 0.4375},
+      {"meshfill_mesh_busy_seconds_total{rank=\"2\"}", 4.5 - 0.4375},
       {"meshfill_largest_rank_comm_bytes_total{op=\"kv\"}", 2},
       {"meshfill_predicted_comm_bytes_total{op=\"o\"}", 0},
       {"meshfill_predicted_prefill_seconds_total", 1.6},
@@ -208,6 +209,33 @@ TEST(MetricsTest, FiguresOfThreePrefillsAddUpByRank) {
     EXPECT_DOUBLE_EQ(samples.at("meshfill_paused_seconds_total"), paused);
     EXPECT_DOUBLE_EQ(samples.at("meshfill_prefill_seconds_count"), turn + 1);
     EXPECT_DOUBLE_EQ(samples.at("meshfill_prompt_tokens_total"), 100 * (turn + 1));
+  }
+}
+
+// A rank of a sub-mesh is counted as the pool's rank that it is, beside those of its own mesh.
+TEST(MetricsTest, CountsRanksOfSubmeshesAsThePools) {
+  Metrics metrics;
+  metrics.SetPool(PoolState::kReady, 4);
+  FakeEngine engine;
+  PrefillResult result = RunOnce(engine, 100);
+  result.ranks = {{.total_seconds = 2}, {.total_seconds = 4}};
+  result.pool_ranks = {2, 3};
+  metrics.OnPrefillDone(result);
+  result.ranks = {{.total_seconds = 8}};
+  result.pool_ranks = {3};
+  metrics.OnPrefillDone(result);
+  // Of several prompts that share a pass some ranks have more.
+  result.ranks = {{.total_seconds = 1}, {}, {}, {.total_seconds = 5}};
+  result.pool_ranks = {};
+  result.pack_prompts = 2;
+  metrics.OnPrefillDone(result);
+  const auto samples = Samples(metrics.Text());
+  const double busy[] = {1, 0, 2, 17}, of_mesh[] = {1, 0, 3, 16};
+  for (int rank = 0; rank < 4; ++rank) {
+    EXPECT_DOUBLE_EQ(samples.at(absl::StrCat("meshfill_rank_busy_seconds_total{rank=\"", rank, "\"}")),
+                     busy[rank]);
+    EXPECT_DOUBLE_EQ(samples.at(absl::StrCat("meshfill_mesh_busy_seconds_total{rank=\"", rank, "\"}")),
+                     of_mesh[rank]);
   }
 }
 

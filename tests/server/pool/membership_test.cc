@@ -110,6 +110,18 @@ TEST(SeatWorkersTest, WhoHasNoRankOfThePlanHasNoSeat) {
   EXPECT_EQ(SeatWorkers(by_place, 4).size(), 2u);
 }
 
+TEST(SeatWorkersTest, SeatsOfAPartOfThePoolAreItsRanks) {
+  std::vector<Membership::Worker> workers(4);
+  std::vector<const Membership::Worker*> all;
+  for (Membership::Worker& worker : workers) {
+    worker.offer.set_ranks(static_cast<uint32_t>(1 + all.size() % 2));
+    all.push_back(&worker);
+  }
+  EXPECT_EQ(PoolRanks(all, all, 6), (std::vector<int>{0, 1, 2, 3, 4, 5}));
+  EXPECT_EQ(PoolRanks(all, {all[2], all[3]}, 3), (std::vector<int>{3, 4, 5}));
+  EXPECT_EQ(PoolRanks(all, {all[1], all[3]}, 3), (std::vector<int>{1, 2, 4})) << "one sits idle";
+}
+
 TEST_F(MembershipTest, OffersAreBounded) {
   Leader::Connection connection = 0;
   const auto refusal = [&](auto change) {

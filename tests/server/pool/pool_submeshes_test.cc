@@ -50,12 +50,17 @@ TEST_F(PoolSubmeshesTest, HasTheBitsThatItHasAlone) {
     }
     ASSERT_TRUE(on_all->Wait().ok());
     for (auto& each : started) each->Resume();
+    std::set<int> first_ranks;
     for (size_t i = 0; i < prompts.size(); ++i) {
       const auto result = started[i]->Wait();
       ASSERT_TRUE(result.ok()) << result.status();
+      ASSERT_EQ(std::ssize(result->pool_ranks), result->plan.ranks());
+      EXPECT_LT(result->pool_ranks.back(), 5);
+      first_ranks.insert(result->pool_ranks.front());
       if (result->plan.ranks() != alone[i].plan.ranks()) continue;  // on the worker of two ranks, or not
       EXPECT_EQ(result->logits, alone[i].logits) << i;
     }
+    EXPECT_GT(first_ranks.size(), 1u) << "they are on several workers";
   }
 }
 
