@@ -123,6 +123,8 @@ class EmbeddedEngine : public PrefillEngine {
   }
   // Of a plan for one rank.
   PackShare ShareOf(const Plan& plan) const;
+  // What a rank takes once for a pass, whoever is in it.
+  int64_t PassBytes() const { return pool_.capacity.weights.Share(1, options_.ranks).run_bytes; }
   PackRoom MeasurePackRoom() const;
   // What runs, behind the prefix that it finds in the cache, where that is faster. The request is good.
   absl::StatusOr<PlannedPrefill> FindPlan(const PrefillRequest& request);
@@ -289,6 +291,7 @@ PackShare EmbeddedEngine::ShareOf(const Plan& plan) const {
   const double pass = std::max(0.0, predicted.parts.fixed + factors.fixed_seconds) +
                       factors.products * PassSeconds(model(), pool_.capacity.speed);
   return {.tokens = plan.layout.tokens(),
+          .bytes = std::max<int64_t>(0, predicted.run_bytes - PassBytes()),
           .least_seconds = predicted.weight_seconds > 0 ? predicted.seconds : 0,
           .pass_seconds = pass,
           .added_seconds = std::max(0.0, predicted.seconds - predicted.weight_seconds - pass)};
@@ -314,26 +317,32 @@ PackRoom EmbeddedEngine::MeasurePackRoom() const {
   for (int64_t tokens = std::min(pool_.capacity.speed.slice_tokens, model().context_tokens); tokens > 1;
        tokens /= 2) {
     const absl::StatusOr<PlannedPrefill> planned = PlanPrompt(tokens, OnOneRank({}), 0);
-    if (planned.ok() && planned->choice.pieces.empty())
-      return {.ranks = options_.ranks, .rank_tokens = tokens};
+    if (!planned.ok() || !planned->choice.pieces.empty()) continue;
+    PackRoom room = {.ranks = options_.ranks, .rank_tokens = tokens};
+    if (const int64_t budget = places_.BudgetOf(options_.ranks); budget > 0) {
+      room.rank_bytes = std::max<int64_t>(0, budget - PassBytes());
+    }
+    return room;
   }
   return {};
 }
 
 absl::StatusOr<std::vector<std::unique_ptr<Prefill>>> EmbeddedEngine::StartPack(
     std::span<const PrefillRequest> requests, std::span<PrefillObserver* const> observers) {
-  const int64_t weight_bytes = pool_.capacity.weights.Share(1, options_.ranks).run_bytes;
-  Pack pack({.ranks = options_.ranks, .rank_tokens = std::numeric_limits<int64_t>::max()});
-  std::vector<int64_t> rank_bytes(static_cast<size_t>(options_.ranks), weight_bytes);
+  Pack pack(pack_room_);
+  std::vector<int64_t> rank_bytes(static_cast<size_t>(options_.ranks), PassBytes());
   std::vector<PackedPrefill> prompts;
   for (size_t i = 0; i < requests.size(); ++i) {
     PrefillRequest request = requests[i];
     request.options = OnOneRank(request.options);
     ASSIGN_OR_RETURN(PlannedPrefill planned, FindPlan(request));
-    if (!planned.choice.pieces.empty()) return absl::InternalError("a prompt in pieces shares no pass");
-    const int rank = *pack.Add(ShareOf(planned.choice.plan));
-    rank_bytes[static_cast<size_t>(rank)] += planned.choice.plan.predicted.run_bytes - weight_bytes;
-    prompts.push_back({request, std::move(planned), rank, observers[i]});
+    const PackShare share = ShareOf(planned.choice.plan);
+    const std::optional<int> rank = planned.choice.pieces.empty() ? pack.Add(share) : std::nullopt;
+    if (!rank.has_value()) {  // its cached prefix has gone since it was chosen
+      return absl::FailedPreconditionError("the prompt is too long by now to share a pass");
+    }
+    rank_bytes[static_cast<size_t>(*rank)] += share.bytes;
+    prompts.push_back({request, std::move(planned), *rank, observers[i]});
   }
   const int64_t most_bytes = *std::max_element(rank_bytes.begin(), rank_bytes.end());
   ASSIGN_OR_RETURN(RunPlaces::Place place, places_.Take(1, options_.ranks * most_bytes));

@@ -1,5 +1,6 @@
 #include "engine/embedded_pack.h"
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstddef>
@@ -50,19 +51,23 @@ class EmbeddedPack {
       prompts_.push_back({.given = std::move(prompt), .ids = {ids.begin(), ids.end()}});
     }
     running_ = static_cast<int>(prompts_.size());
+    const auto ranks =
+        std::count_if(by_rank_.begin(), by_rank_.end(), [](const auto& of) { return !of.empty(); });
+    ranks_behind_.assign(static_cast<size_t>(runs.model().layers), static_cast<int>(ranks));
   }
 
   // Called once, before anything else: each rank gets a stream and begins.
   absl::Status Begin() {
-    for (const Prompt& prompt : prompts_) {
-      const PlannedPrefill& planned = prompt.given.planned;
-      if (planned.kv != nullptr) planned.kv->Begin(planned.choice.plan.layout, planned.prefix);
-    }
     for (int rank = 0; rank < place_.ranks(); ++rank) {
       ASSIGN_OR_RETURN(std::unique_ptr<Stream> stream, device(rank).NewStream(&stop_));
       Stream* const only = stream.get();
       communicators_.push_back(std::move(MakeInProcessCommunicators({&only, 1}, &stop_).front()));
       streams_.push_back(std::move(stream));
+    }
+    // Nothing fails from here on: K and V that have begun cannot begin again.
+    for (const Prompt& prompt : prompts_) {
+      const PlannedPrefill& planned = prompt.given.planned;
+      if (planned.kv != nullptr) planned.kv->Begin(planned.choice.plan.layout, planned.prefix);
     }
     const auto models = std::span(runs_.pool.models).subspan(static_cast<size_t>(place_.first_rank()));
     weights_.emplace(models.first(static_cast<size_t>(place_.ranks())), runs_.pool.peers.get(),
@@ -140,16 +145,18 @@ class EmbeddedPack {
                  .stream = *streams_[static_cast<size_t>(rank)],
                  .communicator = *communicators_[static_cast<size_t>(rank)],
                  .wait_timeout = PeerWaitTimeout(prompts.front().plan),
-                 .on_layer_done = [this, rank](int layer) { OnLayerDone(rank, layer); }});
+                 .on_layer_done = [this](int layer) { OnLayerDone(layer); }});
     if (output.ok()) output->stats.total_seconds -= absl::ToDoubleSeconds(stop_.PausedTime() - paused_before);
     return output;
   }
 
-  void OnLayerDone(int rank, int layer) {
+  // A prompt ends with the pass, so that its progress is that of the rank which is furthest behind.
+  void OnLayerDone(int layer) {
     const MutexLock lock(observers_mu_);
-    for (const size_t i : by_rank_[static_cast<size_t>(rank)]) {
-      if (PrefillObserver* const observer = prompts_[i].given.observer; observer != nullptr) {
-        observer->OnLayerDone(layer + 1, static_cast<int>(runs_.model().layers));
+    if (--ranks_behind_[static_cast<size_t>(layer)] > 0) return;
+    for (const Prompt& prompt : prompts_) {
+      if (PrefillObserver* const observer = prompt.given.observer; observer != nullptr) {
+        observer->OnLayerDone(layer + 1, static_cast<int>(ranks_behind_.size()));
       }
     }
   }
@@ -224,6 +231,8 @@ class EmbeddedPack {
   std::vector<std::unique_ptr<Stream>> streams_;  // by rank, as all that follows
   std::vector<std::unique_ptr<Communicator>> communicators_;
   Mutex observers_mu_;
+  std::vector<int> ranks_behind_
+      ABSL_GUARDED_BY(observers_mu_);  // by layer: with prompts, that have not done it
   std::vector<Prompt> prompts_;
   Mutex mu_;
   CondVar changed_;

@@ -4,20 +4,24 @@
 
 namespace meshfill {
 
-Pack::Pack(const PackRoom& room)
-    : rank_tokens_(room.rank_tokens), ranks_(static_cast<size_t>(std::max(0, room.ranks))) {}
+Pack::Pack(const PackRoom& room) : room_(room), ranks_(static_cast<size_t>(std::max(0, room.ranks))) {}
 
 std::optional<int> Pack::Add(const PackShare& share) {
-  if (ranks_.empty() || share.tokens < 1) return std::nullopt;
-  const auto rank = std::min_element(ranks_.begin(), ranks_.end(), [](const Rank& left, const Rank& right) {
-    return left.tokens < right.tokens;
-  });
-  if (share.tokens > rank_tokens_ - rank->tokens) return std::nullopt;
-  rank->tokens += share.tokens;
-  rank->added_seconds += share.added_seconds;
+  if (share.tokens < 1) return std::nullopt;
+  const auto has_room = [&](const Rank& rank) {
+    return share.tokens <= room_.rank_tokens - rank.tokens && share.bytes <= room_.rank_bytes - rank.bytes;
+  };
+  Rank* best = nullptr;
+  for (Rank& rank : ranks_) {
+    if (has_room(rank) && (best == nullptr || rank.tokens < best->tokens)) best = &rank;
+  }
+  if (best == nullptr) return std::nullopt;
+  best->tokens += share.tokens;
+  best->bytes += share.bytes;
+  best->added_seconds += share.added_seconds;
   least_seconds_ = std::max(least_seconds_, share.least_seconds);
   pass_seconds_ = std::max(pass_seconds_, share.pass_seconds);
-  return static_cast<int>(rank - ranks_.begin());
+  return static_cast<int>(best - ranks_.data());
 }
 
 double Pack::seconds() const {

@@ -11,6 +11,7 @@
 #define MESHFILL_ENGINE_PLAN_PACK_H_
 
 #include <cstdint>
+#include <limits>
 #include <optional>
 #include <vector>
 
@@ -19,6 +20,7 @@ namespace meshfill {
 // What a prompt brings to a pass, in predicted seconds.
 struct PackShare {
   int64_t tokens = 0;        // that it computes, behind what is cached; 0: it runs in a pass of its own
+  int64_t bytes = 0;         // of memory that it adds on its rank, without what a pass takes once
   double least_seconds = 0;  // the pass takes at least so long: weights stream past
   double pass_seconds = 0;   // what a pass takes once, whoever is in it
   double added_seconds = 0;  // what the prompt adds to that on its rank
@@ -27,8 +29,9 @@ struct PackShare {
 
 // What one pass holds.
 struct PackRoom {
-  int ranks = 0;            // 0: no prompts share one
-  int64_t rank_tokens = 0;  // on each rank
+  int ranks = 0;                                             // 0: no prompts share one
+  int64_t rank_tokens = 0;                                   // on each rank
+  int64_t rank_bytes = std::numeric_limits<int64_t>::max();  // on each rank
   bool operator==(const PackRoom&) const = default;
 };
 
@@ -46,9 +49,10 @@ class Pack {
  private:
   struct Rank {
     int64_t tokens = 0;
+    int64_t bytes = 0;
     double added_seconds = 0;
   };
-  const int64_t rank_tokens_;
+  const PackRoom room_;
   std::vector<Rank> ranks_;
   double least_seconds_ = 0;
   double pass_seconds_ = 0;

@@ -260,6 +260,51 @@ TEST_F(EmbeddedPackTest, BeginsBehindCachedPrefixes) {
   EXPECT_EQ(again->top.front().token, behind->top.front().token);
 }
 
+// What was a short rest when it was chosen is a long prompt once its prefix has made room for others.
+TEST_F(EmbeddedPackTest, RefusesWhatHasGrownTooLong) {
+  const KvShape shape = KvShapeOf(Load(1)->model());
+  const auto engine = Load(2, WeightMode::kResident, 0, shape.layers * shape.LayerBytes(3000));
+  ASSERT_NE(engine, nullptr);
+  const auto names_of = [&](const std::vector<uint32_t>& prompt) {
+    BlockHasher hasher(16, "");
+    hasher.Append(prompt);
+    return std::make_shared<const KvBlockNames>(KvBlockNames{.block_tokens = 16, .hashes = hasher.hashes()});
+  };
+  std::vector<uint32_t> document = RandomPrompt(2000, random_);
+  ASSERT_TRUE(RunPrefill(*engine, {document, {.block_names = names_of(document)}}).ok());
+  for (const uint32_t id : RandomPrompt(50, random_)) document.push_back(id);
+  Backlog backlog({document, RandomPrompt(20, random_)}, *engine);
+  backlog.requests[0].options.block_names = names_of(backlog.prompts[0]);
+  const PackShare share = engine->ShareOfPack(2050, backlog.requests[0].options);
+  EXPECT_GT(share.tokens, 0);
+  EXPECT_LE(share.tokens, engine->pack_room().rank_tokens);
+  const auto other = RandomPrompt(2500, random_);
+  ASSERT_TRUE(RunPrefill(*engine, {other, {.block_names = names_of(other)}}).ok());
+  const auto refused = engine->StartPack(backlog.requests, backlog.observers);
+  EXPECT_EQ(refused.status().code(), absl::StatusCode::kFailedPrecondition) << refused.status();
+  EXPECT_TRUE(RunPrefill(*engine, {backlog.prompts[0], {}}).ok());
+}
+
+// Each of them alone has room: a plan is made for all the memory of a rank.
+TEST_F(EmbeddedPackTest, HoldsNoMoreThanTheMemoryOfARank) {
+  const auto choice = Load(1)->MakePlan(600, {});
+  ASSERT_TRUE(choice.ok()) << choice.status();
+  const int64_t one = choice->plan.predicted.run_bytes;
+  const auto engine = Load(1, WeightMode::kResident, one + one / 2, /*kv=*/1 << 30);
+  ASSERT_NE(engine, nullptr);
+  EXPECT_EQ(engine->pack_room().rank_bytes, one + one / 2);
+  EXPECT_EQ(engine->ShareOfPack(600, {}).bytes, one);
+  Backlog backlog({RandomPrompt(600, random_), RandomPrompt(10, random_)}, *engine);
+  {
+    const auto fits = engine->StartPack(backlog.requests, backlog.observers);
+    EXPECT_TRUE(fits.ok()) << fits.status();
+  }
+  backlog.prompts[1] = RandomPrompt(400, random_);
+  backlog.requests[1].tokens = backlog.prompts[1];
+  const auto refused = engine->StartPack(backlog.requests, backlog.observers);
+  EXPECT_EQ(refused.status().code(), absl::StatusCode::kFailedPrecondition) << refused.status();
+}
+
 TEST_F(EmbeddedPackTest, StopEndsOneAndTheOthersComputeOn) {
   const auto engine = Load(2);
   ASSERT_NE(engine, nullptr);

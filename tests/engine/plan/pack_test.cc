@@ -13,6 +13,7 @@ namespace {
 PackShare DrawShare(std::mt19937_64& random, int64_t most_tokens) {
   std::uniform_real_distribution<double> seconds(0, 1);
   return {.tokens = Draw<int64_t>(random, 1, most_tokens),
+          .bytes = Draw<int64_t>(random, 0, 300),
           .least_seconds = Draw(random, 0, 1) * seconds(random),
           .pass_seconds = seconds(random),
           .added_seconds = seconds(random)};
@@ -25,17 +26,25 @@ TEST(Pack, DealsToTheRankThatHasLeast) {
   std::mt19937_64 random(seed);
   int refused = 0;
   for (int draw = 0; draw < 200; ++draw) {
-    const PackRoom room = {.ranks = Draw(random, 1, 5), .rank_tokens = Draw<int64_t>(random, 1, 300)};
+    const PackRoom room = {.ranks = Draw(random, 1, 5),
+                           .rank_tokens = Draw<int64_t>(random, 1, 300),
+                           .rank_bytes = Draw<int64_t>(random, 1, 1000)};
     Pack pack(room);
-    std::vector<int64_t> tokens(static_cast<size_t>(room.ranks));
+    std::vector<int64_t> tokens(static_cast<size_t>(room.ranks)), bytes(tokens);
     std::vector<double> added(static_cast<size_t>(room.ranks));
     double least = 0, once = 0;
     for (int i = 0; i < 30; ++i) {
       const PackShare share = DrawShare(random, 200);
       const double before = pack.seconds();
       const std::optional<int> rank = pack.Add(share);
-      const int64_t fewest = *std::min_element(tokens.begin(), tokens.end());
-      ASSERT_EQ(rank.has_value(), fewest + share.tokens <= room.rank_tokens);
+      constexpr int64_t kNone = 1 << 30;
+      int64_t fewest = kNone;
+      for (size_t of = 0; of < tokens.size(); ++of) {
+        const bool has_room =
+            tokens[of] + share.tokens <= room.rank_tokens && bytes[of] + share.bytes <= room.rank_bytes;
+        if (has_room) fewest = std::min(fewest, tokens[of]);
+      }
+      ASSERT_EQ(rank.has_value(), fewest != kNone);
       if (!rank.has_value()) {
         ++refused;
         EXPECT_EQ(pack.seconds(), before);
@@ -43,6 +52,8 @@ TEST(Pack, DealsToTheRankThatHasLeast) {
       }
       EXPECT_EQ(tokens[*rank], fewest);
       tokens[*rank] += share.tokens;
+      bytes[*rank] += share.bytes;
+      ASSERT_LE(bytes[*rank], room.rank_bytes);
       added[*rank] += share.added_seconds;
       least = std::max(least, share.least_seconds);
       once = std::max(once, share.pass_seconds);
