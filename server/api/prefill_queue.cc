@@ -75,10 +75,10 @@ absl::StatusOr<std::unique_ptr<PrefillQueue::Slot>> PrefillQueue::Reserve(const 
   const MutexLock lock(mu_);
   if (draining_) return absl::UnavailableError("the server is draining; try another one");
   RETURN_IF_ERROR(CheckUnused(request.id));
-  const std::vector<uint64_t> slow = room_.PlacesToTakeFor(request.tenant, request.tokens);
+  const RunOrder::Job run = ToRunOrder(request);
+  const std::vector<uint64_t> slow = room_.PlacesToTakeFor(run, request.tokens, order_);
   for (const uint64_t ticket : slow) Remove(ticket);
   if (!slow.empty()) PublishCount();
-  const RunOrder::Job run = ToRunOrder(request);
   RETURN_IF_ERROR(room_.MayEnter(run, request.tokens, order_));
   const uint64_t ticket = ++last_ticket_;
   auto job = std::make_unique<Job>();

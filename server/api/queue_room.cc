@@ -58,8 +58,9 @@ QueueRoom::Claims QueueRoom::ClaimsBeside(const std::string& tenant) const {
   return claims;
 }
 
-std::vector<QueueRoom::Ticket> QueueRoom::PlacesToTakeFor(const std::string& tenant, int64_t tokens) const {
-  Claims claims = ClaimsBeside(tenant);
+std::vector<QueueRoom::Ticket> QueueRoom::PlacesToTakeFor(const RunOrder::Job& job, int64_t tokens,
+                                                          const RunOrder& order) const {
+  Claims claims = ClaimsBeside(job.tenant);
   if (CheckBeside(claims, tokens).ok()) return {};
   const absl::Time now = clock_();
   // How far each upload is behind its pace, and its ticket.
@@ -77,11 +78,11 @@ std::vector<QueueRoom::Ticket> QueueRoom::PlacesToTakeFor(const std::string& ten
     const Entry& entry = entries_.at(ticket);
     const bool queue_full =
         claims.queue.requests + 1 > limits_.max_requests || claims.queue.tokens + tokens > limits_.max_tokens;
-    if (!queue_full && entry.tenant != tenant) continue;
+    if (!queue_full && entry.tenant != job.tenant) continue;
     claims.Count(entry, -1);
     taken.push_back(ticket);
   }
-  if (!CheckBeside(claims, tokens).ok()) return {};
+  if (!CheckBeside(claims, tokens).ok() || !CheckWait(job, order).ok()) return {};
   return taken;
 }
 

@@ -68,8 +68,8 @@ class QueueRoom {
 
   // ---- Whether one may enter that announces so many tokens.
   // The uploads that lose their places to it, for the caller to remove; none where it has room already, or
-  // where that would not make it.
-  std::vector<Ticket> PlacesToTakeFor(const std::string& tenant, int64_t tokens) const;
+  // where that would not make it, or it may not enter all the same.
+  std::vector<Ticket> PlacesToTakeFor(const RunOrder::Job& job, int64_t tokens, const RunOrder& order) const;
   // RESOURCE_EXHAUSTED: it may not. DEADLINE_EXCEEDED: its deadline has passed. `order` predicts.
   absl::Status MayEnter(const RunOrder::Job& job, int64_t tokens, const RunOrder& order);
 

@@ -186,7 +186,7 @@ class QueueRoomTest : public testing::Test {
 
   // A request comes: whether it has entered.
   bool Come(const RunOrder::Job& job, int64_t tokens) {
-    const std::vector<Ticket> taken = room_->PlacesToTakeFor(job.tenant, tokens);
+    const std::vector<Ticket> taken = room_->PlacesToTakeFor(job, tokens, order_);
     ExpectPlacesAreTakenForRoomAlone(job.tenant, tokens, taken);
     for (const Ticket ticket : taken) Remove(ticket);
     const absl::Status may_enter = room_->MayEnter(job, tokens, order_);
@@ -239,6 +239,20 @@ TEST_F(QueueRoomTest, AnUploadClaimsBetweenTheFreeTokensAndWhatItAnnounced) {
     EXPECT_EQ(claim == announced, 2 * uploaded >= announced || announced <= kFree);
     EXPECT_LE(claim, QueueRoom::UploadClaim(announced, uploaded + 1)) << "it never shrinks";
   }
+}
+
+// It would be refused all the same.
+TEST_F(QueueRoomTest, NobodyLosesAPlaceToOneThatWouldBeTooLate) {
+  MakeRoom({.max_requests = 1});
+  const Ticket silent = Enter({.tenant = "a"}, 2 * kFree);
+  now_ += absl::Seconds(10);
+  RunOrder::Job job = {.tenant = "b", .work_seconds = 2};
+  EXPECT_EQ(room_->PlacesToTakeFor(job, 1, order_), std::vector<Ticket>{silent});
+  job.deadline = now_ + absl::Seconds(1);
+  EXPECT_EQ(room_->PlacesToTakeFor(job, 1, order_), std::vector<Ticket>{});
+  EXPECT_EQ(RefusalOf(room_->MayEnter(job, 1, order_)), Refusal::kQueueRequests);
+  job.deadline = now_ + absl::Seconds(3);
+  EXPECT_EQ(room_->PlacesToTakeFor(job, 1, order_), std::vector<Ticket>{silent});
 }
 
 TEST_F(QueueRoomTest, RulesHoldOverAnySequence) {
