@@ -163,8 +163,10 @@ std::vector<GangChoice::Sharer> GangChoice::Sharers(std::span<const RunTicket> r
 
 // What is old waits for nobody's tokens but its own.
 bool GangChoice::MayShare(const RunEntry& entry) const {
-  return entry.state == RunState::kWaiting && !entry.put_back && entry.job.pack.tokens > 0 &&
-         entry.job.pack.tokens <= limits_.pack.rank_tokens && !entry.IsOlder(limits_.max_age, now_);
+  const PackShare& share = entry.job.pack;
+  return entry.state == RunState::kWaiting && !entry.put_back && !entry.apart && share.tokens > 0 &&
+         share.tokens <= limits_.pack.rank_tokens && share.bytes <= limits_.pack.rank_bytes &&
+         !entry.IsOlder(limits_.max_age, now_);
 }
 
 // A pass ends with the first that finds no room: nobody overtakes it. Where a pass would take longer than its

@@ -36,6 +36,7 @@ struct RunEntry {
   bool paid = false;      // it uploads, and others wait for it (RunOrder::Pay)
   bool leaving = false;   // it is being stopped
   bool put_back = false;  // it waits for memory
+  bool apart = false;     // its pass had no memory: it shares none until another one ends
   bool urgent = false;    // once it could wait no longer, for good
   absl::Time complete_at = absl::InfiniteFuture();
   bool computes = false;
@@ -48,6 +49,8 @@ struct RunEntry {
   double whole_seconds = 0;
   double rest_seconds = 0;  // when it had computed `measured_at`
   absl::Duration measured_at;
+  double done = 0;               // share of its work, 0 to 1
+  absl::Duration computed_lost;  // of what it has computed: by runs that were begun anew
 
   absl::Duration Computed(absl::Time now) const;
   double Rest(absl::Time now) const;  // seconds, predicted, on what it has

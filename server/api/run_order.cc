@@ -67,8 +67,15 @@ void RunOrder::Complete(Ticket ticket, absl::Time now) {
 
 void RunOrder::SetDone(Ticket ticket, double share, absl::Time now) {
   if (!(share > 0)) return;
-  const Entry& told = entries_.at(ticket);
-  const double rest_seconds = absl::ToDoubleSeconds(told.Computed(now)) * (1 - std::min(1.0, share)) / share;
+  Entry& told = entries_.at(ticket);
+  const absl::Duration computed = told.Computed(now);
+  if (share < told.done) {
+    const absl::Duration anew = absl::Seconds(share * told.whole_seconds);
+    told.computed_lost = std::max(absl::ZeroDuration(), computed - anew);
+  }
+  told.done = share;
+  const double seconds = absl::ToDoubleSeconds(computed - told.computed_lost);
+  const double rest_seconds = seconds * (1 - std::min(1.0, share)) / share;
   for (auto& [other, entry] : entries_) {
     if (other != ticket && (told.pack == 0 || entry.pack != told.pack)) continue;
     entry.measured_at = entry.Computed(now);
@@ -78,8 +85,10 @@ void RunOrder::SetDone(Ticket ticket, double share, absl::Time now) {
 
 void RunOrder::PutBack(Ticket ticket, absl::Time now) {
   const bool others_live = live() > 1;
+  Entry& entry = entries_.at(ticket);
+  const bool shared = entry.pack != 0;
   ReturnToWait(ticket, now);
-  entries_.at(ticket).put_back = others_live;
+  (shared ? entry.apart : entry.put_back) = others_live;
 }
 
 void RunOrder::PutApart(Ticket ticket, absl::Time now) {
@@ -96,6 +105,8 @@ void RunOrder::ReturnToWait(Ticket ticket, absl::Time now) {
   entry.pack = 0;
   entry.rest_seconds = entry.whole_seconds = entry.job.work_seconds;
   entry.measured_at = entry.computed;
+  entry.done = 0;
+  entry.computed_lost = absl::ZeroDuration();
 }
 
 void RunOrder::Leave(Ticket ticket, absl::Time now) {
@@ -111,7 +122,11 @@ void RunOrder::Remove(Ticket ticket, absl::Time now) {
 void RunOrder::End(Ticket ticket, absl::Time now) {
   TakeTurn(ticket, now);
   entries_.erase(ticket);
-  for (auto& [other, entry] : entries_) entry.put_back = false;
+  FindRoomAgain();
+}
+
+void RunOrder::FindRoomAgain() {
+  for (auto& [ticket, entry] : entries_) entry.put_back = entry.apart = false;
 }
 
 RunOrder::Ticket RunOrder::Choose(absl::Time now) {
@@ -221,9 +236,7 @@ double RunOrder::WaitSeconds(const Job& job, absl::Time now) const {
 
 std::vector<RunOrder::Turn> RunOrder::RunAhead(absl::Time now, Ticket stop) {
   Settle(now);
-  if (std::erase_if(entries_, [](const auto& each) { return each.second.leaving; }) > 0) {
-    for (auto& [ticket, entry] : entries_) entry.put_back = false;
-  }
+  if (std::erase_if(entries_, [](const auto& each) { return each.second.leaving; }) > 0) FindRoomAgain();
   double all_seconds = 0;
   OneOfAPass one_of_a_pass;
   for (auto& [ticket, entry] : entries_) {

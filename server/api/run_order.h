@@ -93,9 +93,10 @@ class RunOrder {
   void Pay(Ticket ticket);                       // most of it is uploaded: from now on others wait for it
   void Complete(Ticket ticket, absl::Time now);  // from now on it may be chosen
   // `share` of its work is done, 0 to 1. This corrects the prediction of its rest, and of all in its pack.
+  // Less than before: its run was begun anew, and as much was computed again as was predicted for that.
   void SetDone(Ticket ticket, double share, absl::Time now);
   // It could not begin beside those that live: it waits until one of them is gone, and what comes after it
-  // does not begin before it. Of a pack all are put back.
+  // does not begin before it. Of a pack all are put back, and wait for nobody: each may have room by itself.
   void PutBack(Ticket ticket, absl::Time now);
   // Its pack could not begin: it waits again, and shares no pass any more.
   void PutApart(Ticket ticket, absl::Time now);
@@ -171,6 +172,7 @@ class RunOrder {
   double LeadOfNew(const std::string& tenant) const;  // lead that a job of this tenant begins with
   double LeastLead() const;  // smallest lead of the tenants that have something complete here; 0: none has
   void End(Ticket ticket, absl::Time now);
+  void FindRoomAgain();         // somebody is gone
   void Settle(absl::Time now);  // adds what was computed since the last time to its tenant's lead
   void ForgetTenants();
 

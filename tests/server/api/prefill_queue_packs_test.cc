@@ -182,6 +182,28 @@ TEST_F(PrefillQueuePacksTest, APackThatFindsNoMemoryWaitsForAnEnd) {
   for (uint32_t id = 1; id <= 3; ++id) ExpectResult(sent[id - 1], id, 3);
 }
 
+// Each of them fits: none waits for the long one's end, as all together would have to.
+TEST_F(PrefillQueuePacksTest, APackThatFindsNoMemoryRunsOneByOne) {
+  MakeQueue();
+  engine_.Hold(0);
+  Sent long_one = Send(RequestOf(50, 50, 1000));
+  ASSERT_TRUE(engine_.WaitForBegun(1));
+  Request high = RequestOf(99, 1, 100);
+  high.priority = 2;
+  Sent blocker = Send(high);
+  ASSERT_TRUE(engine_.WaitForBegun(2));
+  engine_.FailPacks(absl::ResourceExhaustedError("no room"));
+  std::vector<Sent> sent;
+  for (uint32_t id = 1; id <= 3; ++id) sent.push_back(Send(ShortRequest(id)));
+  Unblock(blocker);
+  ASSERT_TRUE(engine_.WaitForBegun(3)) << "beside the long one, which stands still";
+  EXPECT_EQ(Phases()["50"], Phase::kPaused);
+  engine_.Release();
+  for (uint32_t id = 1; id <= 3; ++id) ExpectResult(sent[id - 1], id, 1);
+  EXPECT_EQ(engine_.packs().size(), 0u);
+  EXPECT_TRUE(long_one.waiter->Result().ok());
+}
+
 TEST_F(PrefillQueuePacksTest, WhereAPackCannotBeginEachBeginsByItself) {
   for (const bool no_memory : {true, false}) {
     MakeQueue();

@@ -461,6 +461,7 @@ TEST(RunOrderPacks, OneThatLeavesLetsTheOthersCompute) {
   EXPECT_EQ(only.live(), 0);
 }
 
+// First each by itself. Who finds no memory even so waits, and once another has ended they share a pass again.
 TEST(RunOrderPacks, APackThatFindsNoMemoryWaitsForAnEnd) {
   for (const bool others_live : {true, false}) {
     RunOrder order({.max_age = absl::Hours(1), .most_live = 4, .pack = kRoom});
@@ -479,8 +480,11 @@ TEST(RunOrderPacks, APackThatFindsNoMemoryWaitsForAnEnd) {
     EXPECT_EQ(order.live(), others_live ? 1 : 0);
     EXPECT_NEAR(order.RestSeconds(2, At(1.5)), kStreamSeconds, 1e-9);
     order.Choose(At(2));
-    EXPECT_EQ(order.computing(), others_live ? Tickets{10} : (Tickets{1, 2, 3}));
+    EXPECT_EQ(order.computing(), others_live ? Tickets{1} : (Tickets{1, 2, 3}));
     if (!others_live) continue;
+    order.PutBack(1, At(2));
+    order.Choose(At(2));
+    EXPECT_EQ(order.computing(), Tickets{10});
     order.Remove(10, At(3));
     order.Choose(At(3));
     EXPECT_EQ(order.computing(), (Tickets{1, 2, 3}));

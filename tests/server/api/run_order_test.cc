@@ -378,6 +378,20 @@ TEST(RunOrder, ADeadlineThatGetsLostGivesNoTurnAnyMore) {
   EXPECT_EQ(order.Choose(At(4)), 2u) << "36 s are left of it";
 }
 
+// What a lost worker had done is computed again: it tells nothing of how fast the rest will be.
+TEST(RunOrder, WhatIsBegunAnewIsMeasuredAnew) {
+  RunOrder order({.max_age = absl::Hours(1), .most_live = 8});
+  order.Announce(1, {.tenant = "t", .work_seconds = 10}, At(0));
+  order.Complete(1, At(0));
+  order.Choose(At(0));
+  order.SetDone(1, 0.6, At(6));
+  EXPECT_NEAR(order.RestSeconds(1, At(6)), 4, 1e-9);
+  order.SetDone(1, 0.1, At(9));
+  EXPECT_NEAR(order.RestSeconds(1, At(9)), 9, 1e-9);
+  order.SetDone(1, 0.3, At(15));
+  EXPECT_NEAR(order.RestSeconds(1, At(15)), 7 * 0.7 / 0.3, 1e-9) << "slower than before";
+}
+
 TEST(RunOrder, AFloodOfTightDeadlinesLeavesTheOtherItsHalf) {
   std::vector<Prompt> prompts;
   for (int i = 0; i < 200; ++i) {

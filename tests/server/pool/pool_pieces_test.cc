@@ -14,20 +14,24 @@
 namespace meshfill {
 namespace {
 
-// Counts what is done of all pieces' layers.
+// Counts what is done of all pieces' layers, and how often that was begun anew.
 class WatchLayers final : public PrefillObserver {
  public:
   void OnLayerDone(int layers_done, int layers) override {
-    EXPECT_GT(layers_done * of_.load(), done_.load() * layers);
+    EXPECT_TRUE(layers_done != done_ || layers != of_) << "told twice";
+    EXPECT_GT(layers_done, 0);
+    if (layers_done * of_.load() <= done_.load() * layers) ++anew_;
     done_ = layers_done;
     of_ = layers;
   }
+  int anew() const { return anew_; }
   int done() const { return done_; }
   int of() const { return of_; }
 
  private:
   std::atomic<int> done_{0};
   std::atomic<int> of_{1};
+  std::atomic<int> anew_{0};
 };
 
 class PoolPiecesTest : public PoolCacheTest {
@@ -119,6 +123,7 @@ TEST_F(PoolPiecesTest, LogitsAreThoseOfTheWholePromptAndKvThatOfAnEmbeddedPoolIn
       EXPECT_EQ(ran->cached_tokens, 0);
       EXPECT_EQ(layers.of(), ran->pieces * kLayers);
       EXPECT_EQ(layers.done(), layers.of());
+      EXPECT_EQ(layers.anew(), 0);
       EXPECT_TRUE(Eventually([&] { return KeptBytes() == 0; }));
 
       v1::PrefillHeader header = Header(/*keep=*/true);
@@ -196,6 +201,7 @@ TEST_F(PoolPiecesTest, WorkersThatShareTheWeightsGatherTheLayersForEachPiece) {
       ASSERT_TRUE(result.ok()) << result.status();
       EXPECT_GT(result->pieces, 1);
       EXPECT_EQ(result->attempts, 1);
+      EXPECT_EQ(layers.anew(), 0);
       ExpectClose(result->logits, RunPrefill(*fresh_, {prompt, {}})->logits, kTolerance,
                   absl::StrCat(pool.size(), " workers, ", result->pieces, " pieces"));
       int64_t gathered = 0;
@@ -285,6 +291,8 @@ TEST_F(PoolPiecesTest, AWorkerThatIsLostBetweenPiecesLeavesNothingBehind) {
     ExpectClose(result->logits, RunPrefill(*fresh_, {prompt, {}})->logits, kTolerance,
                 absl::StrCat("lost after ", after, " layers, ", result->attempts, " attempts"));
     EXPECT_GT(result->pieces, 1);
+    EXPECT_LT(layers.anew(), result->attempts);
+    EXPECT_EQ(layers.done(), layers.of());
     ASSERT_TRUE(Eventually([&] { return engine_->ranks() == 2; }));
     EXPECT_TRUE(Eventually([&] { return KeptBytes() == 0; })) << KeptBytes();
   }
