@@ -314,7 +314,10 @@ absl::Status ReadCompressed(JsonKeys& keys, const std::string& path, Fp8Config& 
 
 void ReadBlockwise(JsonKeys& keys, Fp8Config& fp8) {
   fp8.scales = "weight_scale_inv";
-  keys.Expect("fmt", "e4m3");
+  const json* format = keys.FindValue("fmt");
+  if (format != nullptr && *format != "e4m3" && *format != "float8_e4m3fn") {
+    keys.Reject("fmt", "implemented is e4m3, which float8_e4m3fn is by torch's name");
+  }
   keys.Expect("activation_scheme", "dynamic");
   fp8.blocks = ReadBlocks(keys, "weight_block_size");
 }

@@ -77,7 +77,13 @@ TEST(ModelConfigTest, Experts) {
 
 // What the published config says beside is what the family is.
 TEST(ModelConfigTest, ReadsMiniMaxM2AsItIsPublished) {
+  const json quantisation = {{"activation_scheme", "dynamic"},
+                             {"fmt", "float8_e4m3fn"},
+                             {"quant_method", "fp8"},
+                             {"weight_block_size", {128, 128}},
+                             {"modules_to_not_convert", {"gate", "e_score_correction_bias", "lm_head"}}};
   const ModelConfig config = ParseGood(With(MiniMaxM2(), {{"attn_type_list", {1, 1, 1}},
+                                                          {"quantization_config", quantisation},
                                                           {"auto_map", {{"AutoConfig", "x"}}},
                                                           {"layernorm_full_attention_beta", 1.0},
                                                           {"layernorm_linear_attention_beta", 1.0},
@@ -96,6 +102,8 @@ TEST(ModelConfigTest, ReadsMiniMaxM2AsItIsPublished) {
             (RouterRule{.score = RouterScore::kSigmoid, .experts = 5, .used = 3, .normalised = true}));
   EXPECT_TRUE(config.router_correction);
   EXPECT_EQ(config.unused_layers, 0);
+  EXPECT_EQ(config.shape.fp8, (Fp8Blocks{.rows = 128, .columns = 128}));
+  EXPECT_STREQ(config.fp8.scales, "weight_scale_inv");
 }
 
 // Those of transformers' configuration classes, where config.json says nothing but what it must.
