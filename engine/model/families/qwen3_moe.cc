@@ -32,6 +32,13 @@ void ReadDenseLayers(JsonKeys& keys, ModelConfig& config) {
   }
 }
 
+// What the configs of Qwen3-Coder say beside: it must be what the family is.
+void ExpectPublished(JsonKeys& keys) {
+  keys.Expect("qkv_bias", false);
+  keys.Expect("shared_expert_intermediate_size", 0);
+  keys.Expect("use_qk_norm", true);
+}
+
 void Read(JsonKeys& keys, ModelConfig& config) {
   config.qkv_bias = config.o_bias = keys.Flag("attention_bias", false);
   config.qk_norm = QkNorm::kHead;
@@ -46,6 +53,7 @@ void Read(JsonKeys& keys, ModelConfig& config) {
   std::optional<int64_t> window;
   if (use_window) window = keys.OptionalInteger("sliding_window", kDefaultWindow, 1, kMaxPosition);
   for (LayerForm& layer : config.layers) layer.window = window.value_or(0);
+  ExpectPublished(keys);
 }
 
 void Write(const MakeModelOptions& options, json& config) {

@@ -106,6 +106,14 @@ TEST(ModelConfigTest, ReadsMiniMaxM2AsItIsPublished) {
   EXPECT_STREQ(config.fp8.scales, "weight_scale_inv");
 }
 
+TEST(ModelConfigTest, ReadsQwen3CoderAsItIsPublished) {
+  const ModelConfig config = ParseGood(
+      With(Qwen3Moe(), {{"qkv_bias", false}, {"shared_expert_intermediate_size", 0}, {"use_qk_norm", true}}));
+  EXPECT_EQ(config.qk_norm, QkNorm::kHead);
+  EXPECT_FALSE(config.qkv_bias || config.o_bias);
+  EXPECT_EQ(config.shape.experts.shared_width, 0);
+}
+
 // Those of transformers' configuration classes, where config.json says nothing but what it must.
 TEST(ModelConfigTest, FamiliesHaveTheirDefaultSizes) {
   const json rope = {{"rope_scaling", {{"rope_type", "default"}}}};
