@@ -21,6 +21,17 @@ constexpr std::array kFamilies = {&kLlamaFamily,    &kMistralFamily, &kQwen2Fami
                                   &kQwen3MoeFamily, &kMixtralFamily, &kGlm4MoeFamily, &kMiniMaxM2Family,
                                   &kPhi3Family,     &kGemma3Family,  &kGptOssFamily};
 
+int ReadExpertCount(JsonKeys& keys, const ExpertKeys& names) {
+  const char* other = names.other_count;
+  const int64_t fallback =
+      other == nullptr ? names.default_count : keys.Integer(other, names.default_count, 1, kMaxExperts);
+  const int64_t count = keys.Integer(names.count, fallback, 1, kMaxExperts);
+  if (other != nullptr && keys.Find(other) != nullptr && fallback != count) {
+    keys.Reject(other, absl::StrCat("the config's ", names.count, " is ", count));
+  }
+  return static_cast<int>(count);
+}
+
 }  // namespace
 
 std::span<const Family* const> Families() { return kFamilies; }
@@ -77,7 +88,7 @@ void ReadQwenWindows(JsonKeys& keys, ModelConfig& config) {
 
 void ReadExperts(JsonKeys& keys, const ExpertKeys& names, int64_t first, ModelConfig& config) {
   ExpertsShape& experts = config.shape.experts;
-  experts.count = static_cast<int>(keys.Integer(names.count, names.default_count, 1, kMaxExperts));
+  experts.count = ReadExpertCount(keys, names);
   experts.used = static_cast<int>(keys.Integer(names.used, names.default_used, 1, kMaxUsedExperts));
   experts.width = names.width == nullptr ? config.shape.intermediate
                                          : keys.Integer(names.width, names.default_width, 1, kMaxExpertWidth);

@@ -73,6 +73,7 @@ struct ExpertKeys {
   const char* used;
   const char* width;  // null: intermediate_size, and there is no dense MLP
   int64_t default_count, default_used, default_width;
+  const char* other_count = nullptr;  // what some configs write for `count`, or beside it
 };
 // Reads them, with bounds, into the shape and the router's rule; every layer from `first` on gets experts.
 void ReadExperts(JsonKeys& keys, const ExpertKeys& names, int64_t first, ModelConfig& config);

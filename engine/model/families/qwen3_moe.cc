@@ -12,7 +12,8 @@ constexpr ExpertKeys kKeys = {.count = "num_experts",
                               .width = "moe_intermediate_size",
                               .default_count = 128,
                               .default_used = 8,
-                              .default_width = 768};
+                              .default_width = 768,
+                              .other_count = "num_local_experts"};  // transformers 5 writes this
 
 // Layers may be dense by their number, or by a list.
 void ReadDenseLayers(JsonKeys& keys, ModelConfig& config) {

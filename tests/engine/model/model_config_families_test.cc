@@ -106,6 +106,13 @@ TEST(ModelConfigTest, ReadsMiniMaxM2AsItIsPublished) {
   EXPECT_STREQ(config.fp8.scales, "weight_scale_inv");
 }
 
+TEST(ModelConfigTest, ReadsQwen3MoeAsTransformers5WritesIt) {
+  const json renamed = With(Without(Qwen3Moe(), "num_experts"), {{"num_local_experts", 6}});
+  EXPECT_EQ(ParseGood(renamed).shape.experts.count, 6);
+  EXPECT_EQ(ParseGood(renamed).router.experts, 6);
+  EXPECT_EQ(ParseGood(With(Qwen3Moe(), {{"num_local_experts", 5}})).shape.experts.count, 5);
+}
+
 TEST(ModelConfigTest, ReadsQwen3CoderAsItIsPublished) {
   const ModelConfig config = ParseGood(
       With(Qwen3Moe(), {{"qkv_bias", false}, {"shared_expert_intermediate_size", 0}, {"use_qk_norm", true}}));
