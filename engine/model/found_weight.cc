@@ -1,23 +1,16 @@
 #include "engine/model/found_weight.h"
 
-#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
-#include <span>
 
 #include "kernels/return_if_error.h"
 
 namespace meshfill {
 
 absl::Status CopyElements(const FoundWeight& weight, const BeforeRead& before_read, void* to) {
-  const std::span<const std::byte> bytes = weight.entry->tensor.bytes;
-  if (before_read == nullptr) {
-    std::copy(bytes.begin(), bytes.end(), static_cast<std::byte*>(to));
-    return absl::OkStatus();
-  }
   ASSIGN_OR_RETURN(const PageCache cache, before_read());
-  return weight.entry->file->Read(bytes, cache, to);
+  return weight.entry->file->Read(weight.entry->tensor.bytes, cache, to);
 }
 
 absl::StatusOr<std::vector<float>> ToFloats(const FoundWeight& weight, const BeforeRead& before_read) {

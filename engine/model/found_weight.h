@@ -32,7 +32,10 @@ struct FoundLinear {
 // The linear layers that are stacked, by part and by expert.
 using FoundLayer = std::map<LayerPart, std::vector<std::vector<FoundLinear>>>;
 
-// The tensor's elements as its file has them; `before_read` null: from the mapping.
+// The BeforeRead of a load that nobody stops.
+inline absl::StatusOr<PageCache> FillPageCache() { return PageCache::kFill; }
+
+// The tensor's elements as its file has them.
 absl::Status CopyElements(const FoundWeight& weight, const BeforeRead& before_read, void* to);
 
 // A vector of the model (norm weight, bias) in f32; empty where the model has none.

@@ -17,8 +17,9 @@ constexpr size_t kEmbeddedAtATime = 256;
 
 }  // namespace
 
-// The table as the file holds it; `file` keeps it mapped. A copy only where the file has it unaligned, and on
-// a device with memory of its own: rows that are read there for each prompt would each be a small copy.
+// The table's rows are read from the file: a mapping that is used for life would end the process by a signal
+// once the file has shrunk. On a device with memory of its own the table is placed, since there each row
+// would be a small copy.
 class EmbeddingTable {
  public:
   EmbeddingTable(const FoundWeight& weight, int64_t width)
@@ -29,9 +30,9 @@ class EmbeddingTable {
       copy_.assign(bytes_.begin(), bytes_.end());
     }
     ASSIGN_OR_RETURN(placed_, device.Place(copy_.empty() ? bytes_.data() : copy_.data(), bytes_.size()));
+    file_->DropResidentPages();
     return absl::OkStatus();
   }
-  void DropResidentPages() const { file_->DropResidentPages(); }
 
   absl::Status Embed(Stream& stream, std::span<const uint32_t> ids, float* x) const {
     if (placed_ == nullptr) return EmbedRead(stream, ids, x);
@@ -61,8 +62,8 @@ class EmbeddingTable {
   std::span<const std::byte> bytes_;  // the tensor's bytes in the mapping
   DType dtype_;
   int64_t width_;
-  std::vector<std::byte> copy_;
-  BufferRef placed_;  // null: rows are read from the file
+  std::vector<std::byte> copy_;  // of a table that the file has unaligned
+  BufferRef placed_;             // null: rows are read from the file
 };
 
 namespace {
@@ -96,9 +97,8 @@ absl::StatusOr<std::unique_ptr<Model>> Model::Load(
   Device& device = *place.device;
   ASSIGN_OR_RETURN(model->final_norm_, tensors->PlaceFinalNorm(device));
   model->embedding_ = std::make_unique<EmbeddingTable>(tensors->embedding(), shape.hidden);
+  if (!place.in_host_memory) RETURN_IF_ERROR(model->embedding_->PlaceOn(device));
   if (place.mode != WeightMode::kResident) {
-    if (!place.in_host_memory) RETURN_IF_ERROR(model->embedding_->PlaceOn(device));
-    model->embedding_->DropResidentPages();
     if (place.mode == WeightMode::kStreamed) {
       model->streamed_ = std::make_unique<StreamedWeights>(std::move(tensors), device);
     } else {
@@ -107,18 +107,17 @@ absl::StatusOr<std::unique_ptr<Model>> Model::Load(
     return model;
   }
   for (int layer = 0; layer < shape.layers; ++layer) {
-    ASSIGN_OR_RETURN(LayerWeights packed, tensors->PackLayer(device, layer, nullptr));
+    ASSIGN_OR_RETURN(LayerWeights packed, tensors->PackLayer(device, layer, FillPageCache));
     model->resident_.push_back({.layer = std::move(packed), .head = nullptr});
   }
   // In the parts in which it streams: a device may add up the products of a wide matrix in another order.
   const int64_t head_rows = RowsOfHeadPart(shape);
   for (int64_t first = 0; first < shape.vocab; first += head_rows) {
-    ASSIGN_OR_RETURN(std::unique_ptr<PackedWeight> head,
-                     tensors->PackHead(device, first, std::min(head_rows, shape.vocab - first), nullptr));
+    ASSIGN_OR_RETURN(
+        std::unique_ptr<PackedWeight> head,
+        tensors->PackHead(device, first, std::min(head_rows, shape.vocab - first), FillPageCache));
     model->resident_.push_back({.layer = {}, .head = std::move(head)});
   }
-  RETURN_IF_ERROR(model->embedding_->PlaceOn(device));
-  model->embedding_->DropResidentPages();  // drops the packed tensors beside it, too
   return model;
 }
 

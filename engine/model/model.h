@@ -30,7 +30,7 @@ struct WeightPlace {
       : device(on), mode(as), in_host_memory(in_host_memory) {}
   Device* device;
   WeightMode mode;
-  bool in_host_memory;  // false: the embedding is on the device, however the rest is held
+  bool in_host_memory;  // true: the embedding's rows are read from the file; false: it is on the device
 };
 
 class Model {

@@ -227,7 +227,7 @@ absl::StatusOr<LayerWeights> ModelTensors::LayerOf(Device& device, int layer, co
 }
 
 absl::StatusOr<PlacedVector> ModelTensors::PlaceFinalNorm(Device& device) const {
-  return PlaceVector(device, final_norm_, config_.norm_offset, nullptr);
+  return PlaceVector(device, final_norm_, config_.norm_offset, FillPageCache);
 }
 
 }  // namespace meshfill

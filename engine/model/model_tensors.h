@@ -21,8 +21,8 @@
 
 namespace meshfill {
 
-// `before_read` says how a device comes by the elements. Null: it takes them from the mapped file. Else they
-// are read from the file, some rows at a time.
+// Elements are read from the files, some rows at a time, and never taken from a mapping: a file that shrinks
+// is an error, and no signal. `before_read` says how, and is not null.
 //
 // Immutable; any thread may pack.
 class ModelTensors {
@@ -42,7 +42,6 @@ class ModelTensors {
   absl::StatusOr<PlacedVector> PlaceFinalNorm(Device& device) const;
 
   // The same in bytes, for weights that processes or devices share. Those in FP8 and MXFP4 stay so.
-  // `before_read` is not null.
   absl::StatusOr<WeightImage> LayerImage(Device& device, int layer) const;
   absl::StatusOr<WeightImage> HeadImage(Device& device, int64_t rows) const;
   // Bytes [begin, end) of the image. Panels that they cut are packed whole for it.

@@ -120,24 +120,13 @@ absl::Status StackedRows::Add(const FoundLinear& linear, const Fp8Blocks& blocks
     rows.scale_rows = std::min(blocks.rows, rows.rows);
     rows.scale_columns = std::min(blocks.columns, matrix.entry->tensor.shape[1]);
   }
-  const std::span<const std::byte> bytes = matrix.entry->tensor.bytes;
-  if (matrix.transposed && before_read != nullptr) {
+  if (matrix.transposed) {
     // Read once as the file has it. Whoever packs the rows turns them.
-    std::vector<std::byte>& elements = copies_.emplace_back(bytes.size());
+    std::vector<std::byte>& elements = copies_.emplace_back(matrix.entry->tensor.bytes.size());
     RETURN_IF_ERROR(CopyElements(matrix, before_read, elements.data()));
     rows.source = sources_.emplace_back(std::make_unique<TransposedRows>(matrix, elements.data())).get();
-  } else if (matrix.transposed) {
-    std::vector<std::byte>& elements = copies_.emplace_back(bytes.size());
-    RETURN_IF_ERROR(TransposedRows(matrix, bytes.data()).Read(0, rows.rows, elements.data()));
-    rows.data = elements.data();
-  } else if (before_read != nullptr) {
-    rows.source = sources_.emplace_back(std::make_unique<TensorRows>(matrix, before_read)).get();
   } else {
-    rows.data = bytes.data();
-    const size_t alignment = std::max<size_t>(1, DTypeBytes(matrix.dtype));
-    if (reinterpret_cast<uintptr_t>(rows.data) % alignment != 0) {
-      rows.data = copies_.emplace_back(bytes.begin(), bytes.end()).data();
-    }
+    rows.source = sources_.emplace_back(std::make_unique<TensorRows>(matrix, before_read)).get();
   }
   rows_.push_back(rows);
   return absl::OkStatus();

@@ -24,7 +24,7 @@ int64_t StackedOutFeatures(std::span<const FoundLinear> linears);  // sum over a
 absl::StatusOr<std::vector<float>> StackedBias(std::span<const FoundLinear> linears,
                                                const BeforeRead& before_read);
 
-// Copies nothing, but what a mapped file has unaligned, and what is transposed.
+// Reads the rows from their files when they are packed. Copies only what is transposed.
 class StackedRows {
  public:
   // `before_read` outlives the object.

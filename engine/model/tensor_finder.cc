@@ -8,8 +8,27 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "engine/model/strict_json.h"
+#include "kernels/return_if_error.h"
 
 namespace meshfill {
+namespace {
+
+// Compares two tensors as their files have them, a part at a time.
+absl::StatusOr<bool> HaveSameBytes(const SafetensorsFolder::Entry& x, const SafetensorsFolder::Entry& y) {
+  constexpr size_t kPartBytes = size_t{1} << 20;
+  const size_t size = x.tensor.bytes.size();
+  if (y.tensor.bytes.size() != size) return false;
+  std::vector<std::byte> of_x(std::min(size, kPartBytes)), of_y(of_x.size());
+  for (size_t begin = 0; begin < size; begin += kPartBytes) {
+    const size_t count = std::min(kPartBytes, size - begin);
+    RETURN_IF_ERROR(x.file->Read(x.tensor.bytes.subspan(begin, count), PageCache::kFill, of_x.data()));
+    RETURN_IF_ERROR(y.file->Read(y.tensor.bytes.subspan(begin, count), PageCache::kFill, of_y.data()));
+    if (!std::equal(of_x.data(), of_x.data() + count, of_y.data())) return false;
+  }
+  return true;
+}
+
+}  // namespace
 
 TensorFinder::TensorFinder(const SafetensorsFolder& folder, const ModelConfig& config,
                            std::deque<SafetensorsFolder::Entry>& parts)
@@ -85,9 +104,8 @@ absl::StatusOr<FoundWeight> TensorFinder::FindLmHead(const FoundWeight& embeddin
   if (!config_.tied_embeddings) return Find(kName, shape);
   if (embedding.entry == nullptr || FindEntry(kName) == nullptr) return embedding;
   const FoundWeight copy = Find(kName, shape);
-  const TensorView& x = embedding.entry->tensor;
-  const TensorView& y = copy.entry->tensor;
-  if (x.type != y.type || !std::equal(x.bytes.begin(), x.bytes.end(), y.bytes.begin(), y.bytes.end())) {
+  ASSIGN_OR_RETURN(const bool same_bytes, HaveSameBytes(*embedding.entry, *copy.entry));
+  if (embedding.entry->tensor.type != copy.entry->tensor.type || !same_bytes) {
     return absl::InvalidArgumentError(absl::StrCat(
         copy.entry->file->path(), ": tensor \"", kName,
         "\" differs from the embedding, although config.json says tie_word_embeddings; correct one of them"));
@@ -215,8 +233,7 @@ void TensorFinder::CheckExponents(const FoundWeight& scales, const std::string& 
   constexpr std::byte kMost{125 + 127}, kNan{255};  // times 2^126, the largest element, 6, is beyond f32
   if (!status_.ok()) return;
   std::vector<std::byte> bytes(scales.entry->tensor.bytes.size());
-  status_ = CopyElements(
-      scales, [] { return PageCache::kFill; }, bytes.data());
+  status_ = CopyElements(scales, FillPageCache, bytes.data());
   const auto bad = std::find_if(bytes.begin(), bytes.end(), [](std::byte bits) { return bits > kMost; });
   if (bad == bytes.end()) return;
   const std::string value = *bad == kNan ? "nan" : absl::StrCat("2^", std::to_integer<int>(*bad) - 127);
@@ -227,7 +244,7 @@ void TensorFinder::CheckExponents(const FoundWeight& scales, const std::string& 
 
 void TensorFinder::CheckFinite(const FoundWeight& vector, const std::string& name, const char* what) {
   if (!status_.ok()) return;
-  const absl::StatusOr<std::vector<float>> values = ToFloats(vector, [] { return PageCache::kFill; });
+  const absl::StatusOr<std::vector<float>> values = ToFloats(vector, FillPageCache);
   if (!values.ok()) {
     status_ = values.status();
     return;

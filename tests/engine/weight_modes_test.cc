@@ -341,5 +341,23 @@ TEST_F(StreamedEngineTest, AFileThatShrinksFailsTheRunAlone) {
   EXPECT_EQ(after->logits, before->logits);
 }
 
+// Resident weights read the rows of the prompt's tokens, and nothing else.
+TEST_F(StreamedEngineTest, AFileThatShrinksFailsTheRunOfResidentWeightsAlone) {
+  const auto engine = Load(path_, 2, WeightMode::kResident);
+  const auto prompt = RandomPrompt(200, kVocab, random_);
+  const auto before = RunPrefill(*engine, {prompt, {}});
+  ASSERT_TRUE(before.ok()) << before.status();
+  const std::string file = path_ + "/model.safetensors";
+  const std::string content = ReadWholeFile(file);
+  std::filesystem::resize_file(file, 0);
+  const auto failed = RunPrefill(*engine, {prompt, {}});
+  EXPECT_TRUE(absl::IsDataLoss(failed.status())) << failed.status();
+  EXPECT_THAT(std::string(failed.status().message()), HasSubstr(file));
+  std::ofstream(file, std::ios::binary).write(content.data(), static_cast<std::streamsize>(content.size()));
+  const auto after = RunPrefill(*engine, {prompt, {}});
+  ASSERT_TRUE(after.ok()) << after.status();
+  EXPECT_EQ(after->logits, before->logits);
+}
+
 }  // namespace
 }  // namespace meshfill

@@ -8,6 +8,7 @@
 #include <cmath>
 #include <cstddef>
 #include <cstring>
+#include <filesystem>
 #include <memory>
 #include <optional>
 #include <random>
@@ -221,6 +222,21 @@ TEST(ModelTest, ResidentWeightsComeInThePartsOfThoseThatStream) {
     ASSERT_TRUE(expected.ok() && got.ok()) << expected.status();
     EXPECT_EQ((*got)->head->out_features(), (*expected)->head->out_features()) << part;
   }
+}
+
+// Elements that were taken from a mapping would end the process by a signal.
+TEST(ModelTest, AFileThatShrinksMeanwhileFailsTheLoad) {
+  const TempFolder folder;
+  Good().Write(folder.path());
+  const std::string file = folder / "model.safetensors";
+  std::unique_ptr<Device> device;
+  const auto model = Model::Load(folder.path(), std::nullopt, [&](const ModelShape& shape) {
+    std::filesystem::resize_file(file, 0);
+    device = MakeReferenceDevice(shape.dtype);
+    return device.get();
+  });
+  EXPECT_TRUE(absl::IsDataLoss(model.status())) << model.status();
+  EXPECT_NE(model.status().message().find(file), std::string::npos) << model.status();
 }
 
 TEST(ModelTest, AcceptsATiedHeadThatIsTheEmbedding) {

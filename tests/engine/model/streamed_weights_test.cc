@@ -166,7 +166,7 @@ TEST(RowsOfHeadPart, TakeAsMuchAsALayer) {
 // Each part of the head has the rows that follow those of the part before.
 TEST_F(StreamedWeightsTest, PartsOfTheHeadAreItsRowsInOrder) {
   const auto nothing = [] { return PageCache::kFill; };
-  const auto head = weights_->tensors().PackHead(*device_, 0, kVocab, nullptr);
+  const auto head = weights_->tensors().PackHead(*device_, 0, kVocab, FillPageCache);
   ASSERT_TRUE(head.ok()) << head.status();
   const LoneStream stream = ReferenceStream(DType::kF32);
   const auto logits_of = [&](const PackedWeight& weight) {

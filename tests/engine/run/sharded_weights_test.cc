@@ -115,11 +115,11 @@ class ShardedWeightsTest : public testing::TestWithParam<SharedModelCase> {
     EXPECT_TRUE(tensors.ok() && stream.ok()) << tensors.status();
     std::vector<std::vector<std::vector<float>>> expected;
     for (int layer = 0; layer < kLayers; ++layer) {
-      auto packed = (*tensors)->PackLayer(*device, layer, nullptr);
+      auto packed = (*tensors)->PackLayer(*device, layer, FillPageCache);
       EXPECT_TRUE(packed.ok()) << packed.status();
       expected.push_back(ProductsWith(**stream, {.layer = *std::move(packed), .head = nullptr}));
     }
-    auto head = (*tensors)->PackHead(*device, 0, kVocab, nullptr);
+    auto head = (*tensors)->PackHead(*device, 0, kVocab, FillPageCache);
     EXPECT_TRUE(head.ok()) << head.status();
     expected.push_back(ProductsWith(**stream, {.layer = {}, .head = *std::move(head)}));
     return expected;
