@@ -1,11 +1,15 @@
 #include "engine/model/strict_json.h"
 
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <cerrno>
-#include <fstream>
 #include <utility>
 #include <vector>
 
+#include "absl/cleanup/cleanup.h"
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 
@@ -100,16 +104,28 @@ absl::StatusOr<json> ParseJsonObject(std::string_view text, const std::string& p
 }
 
 absl::StatusOr<std::string> ReadJsonText(const std::string& path) {
-  std::ifstream file(path, std::ios::binary | std::ios::ate);
-  if (!file) return absl::ErrnoToStatus(errno, absl::StrCat(path, ": cannot be opened; check the path"));
-  const int64_t size = file.tellg();
-  if (size > kMaxJsonBytes) {
-    return absl::InvalidArgumentError(absl::StrCat(path, ": has ", size, " bytes, more than the ",
+  // A FIFO would wait for a writer: without one it opens at once, and is refused below.
+  const int descriptor = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+  if (descriptor < 0) {
+    return absl::ErrnoToStatus(errno, absl::StrCat(path, ": cannot be opened; check the path"));
+  }
+  const absl::Cleanup close_it = [descriptor] { close(descriptor); };
+  struct stat info;
+  if (fstat(descriptor, &info) != 0 || !S_ISREG(info.st_mode)) {
+    return absl::InvalidArgumentError(absl::StrCat(path, ": is no regular file; fetch or write it again"));
+  }
+  if (info.st_size > kMaxJsonBytes) {
+    return absl::InvalidArgumentError(absl::StrCat(path, ": has ", info.st_size, " bytes, more than the ",
                                                    kMaxJsonBytes, " allowed; fetch or write the file again"));
   }
-  std::string text(static_cast<size_t>(std::max<int64_t>(size, 0)), '\0');
-  file.seekg(0).read(text.data(), static_cast<std::streamsize>(text.size()));
-  if (!file) return absl::InvalidArgumentError(absl::StrCat(path, ": cannot be read; is it a file?"));
+  std::string text(static_cast<size_t>(info.st_size), '\0');
+  for (size_t done = 0; done < text.size();) {
+    const ssize_t count = read(descriptor, text.data() + done, text.size() - done);
+    if (count < 0 && errno == EINTR) continue;
+    if (count < 0) return absl::ErrnoToStatus(errno, absl::StrCat(path, ": cannot be read"));
+    if (count == 0) text.resize(done);  // it has shrunk
+    done += static_cast<size_t>(count);
+  }
   return text;
 }
 

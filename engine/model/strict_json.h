@@ -24,7 +24,8 @@ namespace meshfill {
 inline constexpr int kMaxJsonDepth = 32;
 absl::StatusOr<nlohmann::json> ParseJsonObject(std::string_view text, const std::string& path);
 
-// The content of the file at `path`. NOT_FOUND: no such file. INVALID_ARGUMENT: longer than kMaxJsonBytes.
+// The content of the file at `path`. NOT_FOUND: no such file. INVALID_ARGUMENT: longer than kMaxJsonBytes, or
+// no regular file (a FIFO would never end).
 inline constexpr int64_t kMaxJsonBytes = 100'000'000;
 absl::StatusOr<std::string> ReadJsonText(const std::string& path);
 

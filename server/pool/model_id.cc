@@ -3,13 +3,12 @@
 #include <algorithm>
 #include <cstring>
 #include <filesystem>
-#include <fstream>
-#include <sstream>
 #include <string_view>
 
 #include "absl/strings/str_cat.h"
 #include "engine/model/model_config.h"
 #include "engine/model/safetensors_folder.h"
+#include "engine/model/strict_json.h"
 #include "kernels/return_if_error.h"
 #include "kernels/word_hash.h"
 
@@ -58,17 +57,11 @@ bool AllMatricesF32(const SafetensorsFolder& folder) {
 
 absl::StatusOr<IdentifiedModel> IdentifyModel(const std::string& folder, std::optional<DType> dtype) {
   const std::string path = folder + "/config.json";
-  std::ifstream file(path, std::ios::binary);
-  std::ostringstream text;
-  text << file.rdbuf();
-  if (!file) {
-    return absl::NotFoundError(
-        absl::StrCat(path, ": cannot be read; set model.path to a Hugging Face folder"));
-  }
-  ASSIGN_OR_RETURN(auto config, ModelConfig::Parse(text.str(), path));
+  ASSIGN_OR_RETURN(const std::string text, ReadJsonText(path));
+  ASSIGN_OR_RETURN(auto config, ModelConfig::Parse(text, path));
   IdentifiedModel model{.id = {}, .shape = config.shape};
   WordHash hash;
-  AddText(text.str(), hash);
+  AddText(text, hash);
   model.id.set_config_hash(hash.Finish());
   std::filesystem::path clean = std::filesystem::path(folder).lexically_normal();
   if (clean.filename().empty()) clean = clean.parent_path();  // it ends in a slash

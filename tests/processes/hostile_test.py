@@ -124,6 +124,25 @@ class HostileTest(CliTestCase):
         self.assertEqual(started.returncode, 2)
         self.assertIn("no regular file", started.stderr.decode())
 
+    def test_json_that_is_a_pipe(self):
+        def stderr_of(*command, model):
+            started = run(*command, "--config", self.config, "--set", f"model.path={model}")
+            self.assertEqual(started.returncode, 2)
+            return started.stderr.decode()
+
+        config = self.tmp / "piped-config"
+        config.mkdir()
+        os.mkfifo(config / "config.json")
+        os.symlink(self.model / "model.safetensors", config / "model.safetensors")
+        workers = ("--set", "pool.control_listen=127.0.0.1:0")
+        for command in (("serve",), ("serve", *workers), ("plan", "--tokens", "100")):
+            self.assertIn("config.json: is no regular file", stderr_of(*command, model=config), command)
+        index = self.tmp / "piped-index"
+        index.mkdir()
+        os.symlink(self.model / "config.json", index / "config.json")
+        os.mkfifo(index / "model.safetensors.index.json")
+        self.assertIn("index.json: is no regular file", stderr_of("serve", model=index))
+
     def test_messages_that_are_not_what_they_say(self):
         server = self.serve()
         zstd = b"\x28\xb5\x2f\xfd\x04\x00\x29\x00\x00abcde"

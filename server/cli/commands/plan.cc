@@ -2,8 +2,6 @@
 
 #include <algorithm>
 #include <cstdio>
-#include <fstream>
-#include <iterator>
 #include <numeric>
 #include <string>
 #include <thread>
@@ -12,6 +10,7 @@
 #include "absl/strings/str_cat.h"
 #include "engine/embedded_pool.h"
 #include "engine/model/model_config.h"
+#include "engine/model/strict_json.h"
 #include "engine/plan/pieces.h"
 #include "engine/plan/planner.h"
 #include "engine/plan/predicted_timeline.h"
@@ -36,10 +35,7 @@ namespace {
 // The model's numbers from its config.json alone: a plan needs no weights.
 absl::StatusOr<ModelShape> ReadModelShape(const EngineOptions& options) {
   const std::string path = absl::StrCat(options.model_path, "/config.json");
-  std::ifstream file(path, std::ios::binary);
-  if (!file)
-    return absl::NotFoundError(absl::StrCat(path, ": cannot be read; give a Hugging Face model folder"));
-  const std::string text{std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
+  ASSIGN_OR_RETURN(const std::string text, ReadJsonText(path));
   ASSIGN_OR_RETURN(ModelConfig config, ModelConfig::Parse(text, path));
   ModelShape shape = config.shape;
   shape.dtype = options.dtype.value_or(AutoDType(shape.dtype == DType::kF32));

@@ -2,6 +2,7 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/stat.h>
 
 #include <cstdint>
 #include <filesystem>
@@ -56,6 +57,14 @@ TEST(ReadJsonText, ReadsUpToItsBound) {
   const absl::Status large = ReadJsonText(folder / "empty").status();
   EXPECT_TRUE(absl::IsInvalidArgument(large)) << large;
   EXPECT_THAT(std::string(large.message()), HasSubstr("100000001 bytes"));
+}
+
+TEST(ReadJsonText, RefusesAPipe) {
+  const TempFolder folder;
+  ASSERT_EQ(mkfifo((folder / "pipe").c_str(), 0600), 0);
+  const absl::Status pipe = ReadJsonText(folder / "pipe").status();
+  EXPECT_TRUE(absl::IsInvalidArgument(pipe)) << pipe;
+  EXPECT_THAT(std::string(pipe.message()), HasSubstr("pipe: is no regular file"));
 }
 
 TEST(Excerpt, IsShortAndOneLineOfUtf8) {
