@@ -7,6 +7,7 @@
 #include "absl/status/status.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "engine/model/config_sizes.h"
 #include "engine/model/family.h"
 #include "engine/model/language_model.h"
 #include "engine/model/strict_json.h"
@@ -17,7 +18,7 @@ namespace {
 
 using nlohmann::json;
 
-// Bounds within which no size computed from a config overflows; far above any model that exists.
+// Bounds of each size, far above any model that exists. config_sizes.h bounds what they make together.
 constexpr int64_t kMaxLayers = 1024;
 constexpr int64_t kMaxHidden = int64_t{1} << 20;
 constexpr int64_t kMaxIntermediate = int64_t{1} << 22;
@@ -386,6 +387,7 @@ absl::StatusOr<ModelConfig> ParseLanguageModel(const json& object, const std::st
   config.shape.rope_dim = RopeDim(keys, config);
   RETURN_IF_ERROR(ParseFp8(keys, file, config));
   RETURN_IF_ERROR(keys.Finish(kIgnoredKeys));
+  RETURN_IF_ERROR(CheckSizes(config.shape, file));
   return config;
 }
 

@@ -1,5 +1,6 @@
 // config.json of a model.
 #include "engine/kv/kv_shape.h"
+#include "engine/model/layer_shape.h"
 #include "engine/model/model_config.h"
 #include "engine/model/model_shape.h"
 #include "tests/fuzz/fuzz_target.h"
@@ -25,7 +26,9 @@ void Check(const ModelConfig& config) {
   // What a plan counts with first.
   FUZZ_CHECK(shape.q_elements(shape.context_tokens) > 0);
   FUZZ_CHECK(shape.kv_elements(shape.context_tokens) > 0);
-  FUZZ_CHECK(KvShapeOf(shape).LayerBytes(shape.context_tokens) > 0);
+  FUZZ_CHECK(shape.layers * KvShapeOf(shape).LayerBytes(shape.context_tokens) > 0);
+  FUZZ_CHECK(WeightBytesOf(shape, DType::kF32).layers > 0);
+  FUZZ_CHECK(SliceBytes(SliceWidthsOf(shape), shape.context_tokens, DType::kF32) > 0);
 }
 
 }  // namespace

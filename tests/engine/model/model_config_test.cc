@@ -9,6 +9,7 @@
 
 #include "absl/strings/str_split.h"
 #include "absl/strings/string_view.h"
+#include "engine/model/layer_shape.h"
 #include "tests/engine/model/config_json.h"
 
 namespace meshfill {
@@ -142,7 +143,7 @@ TEST(ModelConfigTest, SlidingWindows) {
               ElementsAre(LayerKind{{}, 28}, LayerKind{{.window = 4096}, 1}));
 }
 
-// The largest sizes that a config may have: within them no product overflows.
+// The largest sizes that a config may have.
 TEST(ModelConfigTest, SizesHaveTheirBounds) {
   const struct {
     const char* key;
@@ -172,6 +173,45 @@ TEST(ModelConfigTest, SizesHaveTheirBounds) {
     EXPECT_TRUE(absl::IsInvalidArgument(above)) << above;
     EXPECT_NE(above.message().find(key), std::string::npos) << above;
   }
+}
+
+// Each size is within its bound. Together they would overflow what plans and budgets are counted in.
+TEST(ModelConfigTest, SizesAreBoundedTogether) {
+  constexpr int64_t kMostTokens = (int64_t{1} << 31) - 1;
+  const json wide = {{"num_hidden_layers", 1024}, {"hidden_size", 1 << 20}, {"head_dim", 16}};
+  const struct {
+    const char* what;
+    json config;
+    std::vector<std::string> named;
+  } kCases[] = {
+      {"experts of all layers",
+       With(With(Qwen3Moe(), wide), {{"num_experts", 4096}, {"moe_intermediate_size", 1 << 20}}),
+       {"num_hidden_layers 1024", "hidden_size 1048576", "4096 experts of width 1048576", "the weights"}},
+      {"dense layers",
+       With(With(Llama(), wide), {{"intermediate_size", 1 << 17}}),
+       {"num_hidden_layers 1024", "intermediate_size 131072", "the weights"}},
+      {"K and V",
+       With(Llama(), {{"num_hidden_layers", 1024},
+                      {"num_attention_heads", 4096},
+                      {"num_key_value_heads", 4096},
+                      {"head_dim", 256},
+                      {"max_position_embeddings", kMostTokens}}),
+       {"max_position_embeddings 2147483647", "num_key_value_heads 4096", "K and V"}},
+      {"rows of experts",
+       With(Qwen3Moe(), {{"num_experts", 256},
+                         {"num_experts_per_tok", 256},
+                         {"moe_intermediate_size", 1 << 20},
+                         {"max_position_embeddings", kMostTokens}}),
+       {"max_position_embeddings 2147483647", "256 used experts of width 1048576", "a layer"}},
+  };
+  for (const auto& [what, config, named] : kCases) {
+    SCOPED_TRACE(what);
+    const absl::Status status = ModelConfig::Parse(config.dump(), kPath).status();
+    EXPECT_TRUE(absl::IsInvalidArgument(status)) << status;
+    for (const std::string& name : named) EXPECT_NE(status.message().find(name), std::string::npos) << status;
+  }
+  const ModelShape most = ParseGood(With(With(Llama(), wide), {{"intermediate_size", 1 << 16}})).shape;
+  EXPECT_GT(LayersMatrixElements(most), int64_t{1} << 47);
 }
 
 TEST(ModelConfigTest, DTypeInOldAndNewSpelling) {
