@@ -1,6 +1,7 @@
 #include "engine/run/prompt_attention.h"
 
 #include <cstddef>
+#include <new>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -61,7 +62,12 @@ absl::StatusOr<PromptAttention::RopeTables> PromptAttention::PlaceRopeTables(con
   const Plan& plan = prompt_.plan;
   const size_t elements = static_cast<size_t>(chunk_tokens_ * shape_.rotated_dim() / 2);
   RopeTables tables;
-  tables.host.reset(new float[2 * elements]);
+  tables.host.reset(new (std::nothrow) float[2 * elements]);
+  if (tables.host == nullptr) {
+    return absl::ResourceExhaustedError(absl::StrCat("rank ", rank_, ": no memory for the ",
+                                                     2 * elements * sizeof(float),
+                                                     " bytes of its rotary tables; send shorter prompts"));
+  }
   const int64_t prompt_tokens = plan.cached_tokens + plan.layout.tokens() + prompt_.tokens_ahead;
   FillRopeTables(rope, shape_.rotated_dim(), prompt_tokens, plan.cached_tokens, plan.layout.Positions(rank_),
                  chunk_tokens_, tables.host.get(), tables.host.get() + elements,

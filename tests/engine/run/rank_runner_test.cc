@@ -1,8 +1,12 @@
 #include "engine/run/rank_runner.h"
 
+#include <sys/resource.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <fstream>
 #include <numeric>
 #include <string>
 #include <utility>
@@ -31,7 +35,7 @@ class RunRankTest : public testing::Test {
     LoadModel(ModelFamily::kLlama, /*layers=*/2);
   }
 
-  void LoadModel(ModelFamily family, int layers) {
+  void LoadModel(ModelFamily family, int layers, int head_dim = kHeadDim) {
     const std::string path = folder_ / FamilyOf(family).name;
     ASSERT_TRUE(MakeModel({.family = family,
                            .layers = layers,
@@ -39,7 +43,7 @@ class RunRankTest : public testing::Test {
                            .intermediate = 96,
                            .q_heads = 4,
                            .kv_heads = 2,
-                           .head_dim = kHeadDim,
+                           .head_dim = head_dim,
                            .vocab = 40,
                            .dtype = DType::kF32},
                           path)
@@ -122,6 +126,28 @@ TEST_F(RunRankTest, TakesTheSlicesAndTheMemoryOfItsPlan) {
     if (logits.empty()) logits = output->logits;
     EXPECT_EQ(output->logits, logits);  // the reference's: a product's rows do not know of each other
   }
+}
+
+// The residual stream of such a prompt fits, and the tables beside it do not.
+TEST_F(RunRankTest, SaysThatThereIsNoMemoryForRotaryTables) {
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+  GTEST_SKIP() << "not run: a sanitizer takes more address space than a limit leaves";
+#endif
+  LoadModel(ModelFamily::kQwen3, /*layers=*/1, /*head_dim=*/256);
+  const Plan plan = PlanFor({.tokens = 100'000});
+  const std::vector<uint32_t> ids(100'000, 7);
+  WatchedStream stream(DType::kF32);
+  int64_t pages = 0;
+  std::ifstream("/proc/self/statm") >> pages;
+  rlimit before;
+  ASSERT_EQ(getrlimit(RLIMIT_AS, &before), 0);
+  rlimit tight = before;
+  tight.rlim_cur = static_cast<rlim_t>(pages * sysconf(_SC_PAGESIZE) + (64 << 20));
+  ASSERT_EQ(setrlimit(RLIMIT_AS, &tight), 0);
+  const absl::Status status = RunIds(plan, ids, stream).status();
+  ASSERT_EQ(setrlimit(RLIMIT_AS, &before), 0);
+  EXPECT_TRUE(absl::IsResourceExhausted(status)) << status;
+  EXPECT_NE(status.message().find("102400000 bytes of its rotary tables"), std::string::npos) << status;
 }
 
 // The sum of the plans' bytes is what a pass may take. Most of it is taken: they attend one after the other.
