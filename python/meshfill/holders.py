@@ -7,6 +7,7 @@ A holder that is asked for a range answers with the tokens of it that it has, a 
 from dataclasses import dataclass
 from typing import Dict, List, Tuple
 
+from .errors import InvalidArgumentError
 from .kv import KvRange, make_range
 from .results import KvHolder, KvManifest
 
@@ -19,7 +20,12 @@ class HolderShare:
 
 
 def token_runs(holder: KvHolder, first: int, end: int, prompt_tokens: int) -> List[Tuple[int, int]]:
-    """The holder's runs cut to [first, end), in order; empty ones left out. Adjacent ones are joined."""
+    """The holder's runs cut to [first, end), in order; empty ones left out. Adjacent ones are joined.
+
+    A server's numbers are unsigned; those of a manifest that a caller has made need not be.
+    """
+    if holder.step_tokens < 0:
+        raise InvalidArgumentError(f"the holder {holder.address} has runs at steps of {holder.step_tokens} tokens; give 0 or more")
     runs: List[Tuple[int, int]] = []
     begin = holder.first_token
     if holder.step_tokens and begin < first:

@@ -356,6 +356,10 @@ class HoldersTest(ServerTest):
         self.assertEqual(token_runs(KvHolder("h", 0, 4, 0, 4, 10, 30, 0), 0, 500, 35), [(10, 35)])
         self.assertEqual(token_runs(KvHolder("h", 0, 4, 0, 4, 0, 64, 64), 5, 500, 460), [(5, 460)])
 
+    def test_runs_never_go_back(self):
+        with self.assertRaisesRegex(meshfill.InvalidArgumentError, "steps of -64 tokens"):
+            token_runs(KvHolder("h", 0, 4, 0, 4, 0, 64, -64), 0, 500, 460)
+
     def test_ranks_of_one_process_are_one_share(self):
         entries = [(0, 64, 256), (64, 64, 256), (192, 64, 256)]  # ranks 0, 1 and 3 of 4
         holders = tuple(KvHolder("one", 0, 4, 0, 4, *entry) for entry in entries)
