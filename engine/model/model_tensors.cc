@@ -68,14 +68,15 @@ absl::StatusOr<PlacedVector> PlaceVector(Device& device, const FoundWeight& weig
 
 }  // namespace
 
-absl::StatusOr<std::unique_ptr<const ModelTensors>> ModelTensors::Find(const std::string& folder) {
+absl::StatusOr<std::unique_ptr<const ModelTensors>> ModelTensors::Find(const std::string& folder,
+                                                                       bool check_values) {
   ASSIGN_OR_RETURN(SafetensorsFolder weights, SafetensorsFolder::Open(folder));
   const std::string config_path = (std::filesystem::path(folder) / "config.json").string();
   ASSIGN_OR_RETURN(const std::string config_text, ReadJsonText(config_path));
   ASSIGN_OR_RETURN(ModelConfig config, ModelConfig::Parse(config_text, config_path));
 
   std::unique_ptr<ModelTensors> found(new ModelTensors(std::move(weights)));
-  TensorFinder finder(found->folder_, config, found->parts_);
+  TensorFinder finder(found->folder_, config, found->parts_, check_values);
   found->embedding_ = finder.Find("model.embed_tokens.weight", {config.shape.vocab, config.shape.hidden});
   found->layers_.reserve(static_cast<size_t>(config.shape.layers));
   for (int layer = 0; layer < config.shape.layers; ++layer) {

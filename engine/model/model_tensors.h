@@ -27,9 +27,12 @@ namespace meshfill {
 // Immutable; any thread may pack.
 class ModelTensors {
  public:
-  // Reads config.json and finds all that it asks for. Errors: those of Model::Load.
-  static absl::StatusOr<std::unique_ptr<const ModelTensors>> Find(const std::string& folder);
+  // Reads config.json and finds all that it asks for. Errors: those of Model::Load. With `check_values` false
+  // only headers are read: scales may be no numbers, and a tied head may differ from the embedding.
+  static absl::StatusOr<std::unique_ptr<const ModelTensors>> Find(const std::string& folder,
+                                                                  bool check_values = true);
 
+  const SafetensorsFolder& folder() const { return folder_; }
   const std::string& path() const { return folder_.path(); }
   const ModelConfig& config() const { return config_; }
   bool all_f32() const { return all_f32_; }  // all matrices are f32 in the folder

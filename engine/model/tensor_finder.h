@@ -22,9 +22,10 @@ namespace meshfill {
 // The first error is kept, so that a caller asks once (Finish).
 class TensorFinder {
  public:
-  // `parts` gets the entries of tensors that stack experts. All of them outlive the finder.
+  // `parts` gets the entries of tensors that stack experts. All of them outlive the finder. `check_values`:
+  // scales, sinks and a tied head are read, too.
   TensorFinder(const SafetensorsFolder& folder, const ModelConfig& config,
-               std::deque<SafetensorsFolder::Entry>& parts);
+               std::deque<SafetensorsFolder::Entry>& parts, bool check_values);
 
   // `language_name`: as a folder of a language model alone has it.
   FoundWeight Find(const std::string& language_name, const std::vector<int64_t>& shape,
@@ -70,6 +71,7 @@ class TensorFinder {
   const SafetensorsFolder& folder_;
   const ModelConfig& config_;
   std::deque<SafetensorsFolder::Entry>& parts_;
+  const bool check_values_;
   const LanguageTensorNames names_;
   std::set<std::string, std::less<>> found_;
   std::vector<std::string> ignored_;

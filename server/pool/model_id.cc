@@ -7,6 +7,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "engine/model/model_config.h"
+#include "engine/model/model_tensors.h"
 #include "engine/model/safetensors_folder.h"
 #include "engine/model/strict_json.h"
 #include "kernels/return_if_error.h"
@@ -45,21 +46,12 @@ uint64_t WeightsHash(const SafetensorsFolder& folder) {
   return hash.Finish();
 }
 
-// The rule of Model::Load: f32 where every matrix is.
-bool AllMatricesF32(const SafetensorsFolder& folder) {
-  return std::all_of(folder.entries().begin(), folder.entries().end(), [](const auto& entry) {
-    const TensorView& tensor = entry.second.tensor;
-    return tensor.shape.size() != 2 || tensor.type == ElementType::kF32;
-  });
-}
-
 }  // namespace
 
 absl::StatusOr<IdentifiedModel> IdentifyModel(const std::string& folder, std::optional<DType> dtype) {
   const std::string path = folder + "/config.json";
   ASSIGN_OR_RETURN(const std::string text, ReadJsonText(path));
-  ASSIGN_OR_RETURN(auto config, ModelConfig::Parse(text, path));
-  IdentifiedModel model{.id = {}, .shape = config.shape};
+  IdentifiedModel model;
   WordHash hash;
   AddText(text, hash);
   model.id.set_config_hash(hash.Finish());
@@ -67,12 +59,16 @@ absl::StatusOr<IdentifiedModel> IdentifyModel(const std::string& folder, std::op
   if (clean.filename().empty()) clean = clean.parent_path();  // it ends in a slash
   model.id.set_name(clean.filename().string());
 
-  const auto weights = SafetensorsFolder::Open(folder);
-  if (!weights.ok() && !absl::IsNotFound(weights.status())) return weights.status();
-  if (weights.ok()) {
-    model.id.set_weights_hash(std::max<uint64_t>(1, WeightsHash(*weights)));
-    model.shape.dtype = AutoDType(AllMatricesF32(*weights));
+  // As Model::Load finds them, so that all processes of a pool tell the same dtype.
+  const auto tensors = ModelTensors::Find(folder, /*check_values=*/false);
+  if (!tensors.ok() && !absl::IsNotFound(tensors.status())) return tensors.status();
+  if (tensors.ok()) {
+    model.id.set_weights_hash(std::max<uint64_t>(1, WeightsHash((*tensors)->folder())));
+    model.shape = (*tensors)->config().shape;
+    model.shape.dtype = AutoDType((*tensors)->all_f32());
   } else {
+    ASSIGN_OR_RETURN(const ModelConfig config, ModelConfig::Parse(text, path));
+    model.shape = config.shape;
     model.shape.dtype = AutoDType(config.shape.dtype == DType::kF32);
   }
   if (dtype.has_value()) model.shape.dtype = *dtype;
