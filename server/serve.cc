@@ -1,7 +1,5 @@
 #include "server/serve.h"
 
-#include <cstdlib>
-#include <future>
 #include <memory>
 #include <string>
 #include <utility>
@@ -21,19 +19,20 @@
 #include "server/observe/liveness.h"
 #include "server/observe/log.h"
 #include "server/observe/metrics.h"
-#include "server/observe/span_exporter.h"
 #include "server/observe/pool_log.h"
+#include "server/observe/span_exporter.h"
 #include "server/observe/status_page.h"
 #include "server/pool/pool_engine.h"
 #include "server/process_setup.h"
 #include "server/shutdown_signals.h"
+#include "server/stoppable_load.h"
 
 namespace meshfill {
 namespace {
 
 constexpr absl::Duration kPoll = absl::Milliseconds(50);
 constexpr absl::Duration kDrainPoll = absl::Milliseconds(10);  // a second signal stops at once
-constexpr absl::Duration kLastSpans = absl::Seconds(3);  // for the collector to take, after a drain
+constexpr absl::Duration kLastSpans = absl::Seconds(3);        // for the collector to take, after a drain
 
 // The leader of workers that join.
 absl::StatusOr<std::unique_ptr<PoolEngine>> StartPool(const v1::Config& config, Metrics& metrics) {
@@ -43,20 +42,6 @@ absl::StatusOr<std::unique_ptr<PoolEngine>> StartPool(const v1::Config& config, 
   }
   Log(absl::StrCat("workers join at ", (*pool)->control_address()));
   return pool;
-}
-
-// Loads an embedded pool, on a thread of its own so that a signal is heard meanwhile.
-absl::StatusOr<std::unique_ptr<PrefillEngine>> Load(const v1::Config& config, ShutdownSignals& signals) {
-  auto loading = std::async(std::launch::async,
-                            [&] { return LoadEmbeddedEngine(ToEngineOptions(config), LogPoolNote); });
-  while (loading.wait_for(std::chrono::seconds(0)) != std::future_status::ready) {
-    if (!signals.Wait(kPoll)) continue;
-    // Nothing has been accepted yet, and a load cannot be interrupted: leave without waiting for it.
-    Log("stopped while loading the model");
-    FlushLog();
-    std::_Exit(EXIT_SUCCESS);
-  }
-  return loading.get();
 }
 
 // /metrics, and the status page beside it.
@@ -133,7 +118,9 @@ absl::Status Serve(const v1::Config& config) {
   if (embedded) {
     Log(absl::StrCat("loading ", config.model().path(), "; until then health at ", (*front_end)->address(),
                      " says NOT_SERVING"));
-    ASSIGN_OR_RETURN(std::unique_ptr<PrefillEngine> engine, Load(config, signals));
+    ASSIGN_OR_RETURN(std::unique_ptr<PrefillEngine> engine, LoadUnlessStopped(signals, [&config] {
+                       return LoadEmbeddedEngine(ToEngineOptions(config), LogPoolNote);
+                     }));
     LogAddresses(**front_end, pages.get());
     Log(absl::StrCat("ready: model ", engine->model_name(), " on ", RanksText(engine->ranks()), " of ",
                      engine->backend_name()));

@@ -17,6 +17,7 @@
 #include "server/pool/worker/worker_process.h"
 #include "server/process_setup.h"
 #include "server/shutdown_signals.h"
+#include "server/stoppable_load.h"
 
 namespace meshfill {
 namespace {
@@ -48,7 +49,9 @@ absl::Status RunWorker(const v1::Config& config, const std::string& join) {
   Liveness liveness;
   ASSIGN_OR_RETURN(const auto pages,
                    ListenForPages(config.pool().worker().metrics_listen(), metrics, liveness));
-  ASSIGN_OR_RETURN(const std::unique_ptr<WorkerProcess> worker, WorkerProcess::Start(config, join));
+  Log(absl::StrCat("loading ", config.model().path()));
+  ASSIGN_OR_RETURN(const std::unique_ptr<WorkerProcess> worker,
+                   LoadUnlessStopped(signals, [&] { return WorkerProcess::Start(config, join); }));
   IdleMemory memory;
   bool draining = false;
   while (true) {

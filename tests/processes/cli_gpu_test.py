@@ -73,12 +73,12 @@ class CliGpuTest(PoolTestCase):
 
     def test_a_margin_that_leaves_nothing_to_attention_is_refused(self):
         worker = self.worker_that_ends("pool.worker.device=cuda", "pool.worker.attention_sm_margin=64")
-        self.assertRegex(worker.stderr.decode(), r"\Ameshfill worker: GPU 0 .* pool\.worker\.attention_sm_margin\n\Z")
+        self.assertRegex(worker.stderr.decode(), r"(?m)^meshfill worker: GPU 0 .* pool\.worker\.attention_sm_margin\n\Z")
         self.assertEqual(worker.returncode, 2)
 
     def test_devices_that_are_not_there_are_refused(self):
         worker = self.worker_that_ends("pool.worker.device=cuda", "pool.worker.devices=7")
-        self.assertRegex(worker.stderr.decode(), r"\Ameshfill worker: pool\.worker\.devices names GPU 7, .*\n\Z")
+        self.assertRegex(worker.stderr.decode(), r"(?m)^meshfill worker: pool\.worker\.devices names GPU 7, .*\n\Z")
         self.assertEqual(worker.returncode, 2)
 
     def worker_that_ends(self, *settings):

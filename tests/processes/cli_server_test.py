@@ -289,14 +289,17 @@ class CliServerTest(CliTestCase):
         pipe = folder / "config.json"
         pipe.unlink()
         os.mkfifo(pipe)
-        for number in (signal.SIGINT, signal.SIGTERM):
-            server = subprocess.Popen([MESHFILL, "serve", "--config", self.config, "--set", f"model.path={folder}"],
-                                      stderr=subprocess.PIPE)
-            self.addCleanup(server.kill)
-            self.assertIn(b" loading ", server.stderr.readline())  # for ever: nobody writes to the pipe
-            server.send_signal(number)
-            self.assertRegex(server.communicate(timeout=TIMEOUT_SECONDS)[1].decode(), r"stopped while loading the model\n\Z")
-            self.assertEqual(server.returncode, 0)
+        commands = (("serve", "--config", self.config),
+                    ("worker", "--join", "127.0.0.1:1", "--set", "pool.worker.metrics_listen="))
+        for command in commands:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                process = subprocess.Popen([MESHFILL, *command, "--set", f"model.path={folder}"], stderr=subprocess.PIPE)
+                self.addCleanup(process.kill)
+                self.assertIn(b" loading ", process.stderr.readline())  # for ever: nobody writes to the pipe
+                process.send_signal(number)
+                said = process.communicate(timeout=TIMEOUT_SECONDS)[1].decode()
+                self.assertRegex(said, r"stopped while loading the model\n\Z")
+                self.assertEqual(process.returncode, 0)
 
     def test_ctrl_c_stops_the_servers_ranks(self):
         self.interrupt("--server", self.server.address)
