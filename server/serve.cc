@@ -32,7 +32,8 @@ namespace {
 
 constexpr absl::Duration kPoll = absl::Milliseconds(50);
 constexpr absl::Duration kDrainPoll = absl::Milliseconds(10);  // a second signal stops at once
-constexpr absl::Duration kLastSpans = absl::Seconds(3);        // for the collector to take, after a drain
+constexpr absl::Duration kLastSpans = absl::Seconds(3);        // for the collector to take, at the end
+constexpr absl::Duration kLastAnswers = absl::Seconds(1);      // for the requests that a lost device fails
 
 // The leader of workers that join.
 absl::StatusOr<std::unique_ptr<PoolEngine>> StartPool(const v1::Config& config, Metrics& metrics) {
@@ -80,6 +81,14 @@ absl::Status Drain(const v1::Config& config, FrontEnd& front_end, Liveness& live
     }
   }
   return absl::OkStatus();
+}
+
+// Nothing goes well in this process any more: whoever started it is to start it anew.
+absl::Status EndLost(FrontEnd& front_end) {
+  front_end.StartDrain();
+  front_end.WaitUntilIdle(MonotonicNow() + kLastAnswers);
+  return absl::UnavailableError(
+      "a device of this pool has failed; start the server anew, or see what the driver says");
 }
 
 }  // namespace
@@ -134,21 +143,23 @@ absl::Status Serve(const v1::Config& config) {
   }
 
   IdleMemory memory;
-  while (!signals.Wait(kPoll)) {
+  bool lost = false;
+  while (!lost && !signals.Wait(kPoll)) {
     (*front_end)->Refresh();
     memory.Look((*front_end)->WaitUntilIdle(absl::InfinitePast()), MonotonicNow());
     liveness.Beat((*front_end)->standstill());
+    lost = (*front_end)->lost();
   }
-  absl::Status drained = Drain(config, **front_end, liveness, signals);
+  absl::Status ended = lost ? EndLost(**front_end) : Drain(config, **front_end, liveness, signals);
   pages.reset();  // it asks the front-end
   (*front_end)->Stop();
-  if (spans != nullptr && drained.ok()) spans->Flush(MonotonicNow() + kLastSpans);
-  if (drained.ok()) {
+  if (spans != nullptr && (lost || ended.ok())) spans->Flush(MonotonicNow() + kLastSpans);
+  if (ended.ok()) {
     Log("stopped");
   } else {
-    Log(absl::StrCat("stopped: ", drained.message()), {.level = LogLevel::kWarning});
+    Log(absl::StrCat("stopped: ", ended.message()), {.level = lost ? LogLevel::kError : LogLevel::kWarning});
   }
-  return drained;
+  return ended;
 }
 
 }  // namespace meshfill

@@ -12,8 +12,8 @@ namespace meshfill {
 // or SIGINT, then drains: new requests are refused, accepted ones finish, for at most limits.drain_timeout; a
 // second signal stops what is left at once. Prints one line on standard error for each address ("listening on
 // 127.0.0.1:50051"), each request and each change of state. OK after a clean drain. INVALID_ARGUMENT: a
-// broken model. UNAVAILABLE: a port is in use. DEADLINE_EXCEEDED: drain_timeout passed. CANCELLED: a second
-// signal. Takes over the process's signal handling.
+// broken model. UNAVAILABLE: a port is in use, or a device of an embedded pool has failed. DEADLINE_EXCEEDED:
+// drain_timeout passed. CANCELLED: a second signal. Takes over the process's signal handling.
 absl::Status Serve(const v1::Config& config);
 
 }  // namespace meshfill

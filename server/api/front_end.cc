@@ -134,8 +134,13 @@ class FrontEnd::Service final : public ServiceBase {
   }
 
   void Refresh() {
-    if (state_.load(std::memory_order_acquire) == PoolState::kReady) SetHealth(engine_->ranks() > 0);
+    if (state_.load(std::memory_order_acquire) != PoolState::kReady) return;
+    SetHealth(engine_->ranks() > 0);
+    if (lost()) metrics_.SetPool(PoolState::kReady, 0);  // no state has a rank
   }
+
+  // Ranks of an embedded pool go for this reason alone, and all at once.
+  bool lost() const { return embedded_ranks_ > 0 && has_engine() && engine_->ranks() == 0; }
 
   void StartDrain() {
     SetHealth(false);
@@ -414,6 +419,7 @@ void FrontEnd::Open(std::unique_ptr<PrefillEngine> engine, KvLeases* kv) {
 }
 void FrontEnd::Refresh() { service_->Refresh(); }
 void FrontEnd::StartDrain() { service_->StartDrain(); }
+bool FrontEnd::lost() const { return service_->lost(); }
 std::string FrontEnd::standstill() { return service_->standstill(); }
 bool FrontEnd::WaitUntilIdle(absl::Time deadline) { return service_->WaitUntilIdle(deadline); }
 void FrontEnd::Stop() { service_->Stop(); }

@@ -42,6 +42,8 @@ class FrontEnd {
   // as the engine. Null: there are no others.
   void Open(std::unique_ptr<PrefillEngine> engine, KvLeases* kv = nullptr);
   void Refresh();  // call when ranks have come or gone: health says NOT_SERVING while there are none
+  // A device of an embedded pool has failed for good: no prefill goes well in this process any more.
+  bool lost() const;
 
   // What stands still for too long, as Liveness::Beat wants it; of an embedded pool alone: the leader of
   // workers looks after their compute loops itself.

@@ -5,9 +5,10 @@ process with two devices of its own.
 Usage: cli_gpu_test.py PATH_OF_MESHFILL_FAKE [unittest arguments]
 """
 import json
+import signal
 import unittest
 
-from cli_harness import run
+from cli_harness import TIMEOUT_SECONDS, Server, run
 from pool_harness import PoolTestCase
 
 
@@ -65,6 +66,17 @@ class CliGpuTest(PoolTestCase):
         self.assertEqual({"resident", "sharded", "sharded_over_resident"}, set(bench) - {"tokens", "rounds"})
         self.assertIn("Fake GPU, which has nobody to share with", self.refuse(
             "serve", "--config", config, "--set", "pool.embedded.ranks=1"))
+
+    def test_a_server_whose_device_has_failed_ends(self):
+        server = Server("--config", self.config, "--set", "model.dtype=bf16", "--set", "pool.embedded.device=cuda",
+                        "--set", "pool.embedded.ranks=2")
+        self.addCleanup(server.stop)
+        server.process.send_signal(signal.SIGRTMIN)  # tests/fake_cuda/break_signal.cc
+        failed = server.prefill_tokens("1 2 3")
+        self.assertEqual(failed.returncode, 1)
+        self.assertRegex(failed.stderr.decode(), "has failed")
+        self.assertEqual(server.process.wait(TIMEOUT_SECONDS), 1)
+        server.wait_for_line("stopped: a device of this pool has failed; start the server anew")
 
     def refuse(self, *arguments):
         done = run(*arguments)

@@ -100,6 +100,8 @@ class FakeEngine final : public PrefillEngine {
   void RefuseBesideOthers(int64_t tokens) {
     Set([&] { most_beside_others_ = tokens; });
   }
+  // All of its ranks are gone, as an embedded engine's where a device has failed.
+  void Lose() { lost_ = true; }
   // Prefills say that they have this place.
   void PutAllAt(uint64_t place) {
     Set([&] { place_ = place; });
@@ -134,7 +136,7 @@ class FakeEngine final : public PrefillEngine {
   const ModelShape& model() const override { return shape_; }
   const std::string& model_name() const override { return model_name_; }
   const std::string& backend_name() const override { return backend_name_; }
-  int ranks() const override { return kRanks; }
+  int ranks() const override { return lost_ ? 0 : kRanks; }
   double peak_flops() const override { return 1e12; }
   KvStore* kv_store() override { return &kv_store_; }
   std::vector<PoolLink> links() const override {
@@ -387,6 +389,7 @@ class FakeEngine final : public PrefillEngine {
   }
 
   const int capacity_;
+  std::atomic<bool> lost_{false};
   ModelShape shape_;
   KvStore kv_store_{kKvBytes};
   const std::string model_name_ = "fake-model";

@@ -115,5 +115,21 @@ TEST_F(FrontEndTest, HealthFollowsTheState) {
   EXPECT_TRUE(HasMetric("meshfill_ranks{state=\"draining\"} 4"));
 }
 
+// As where a device of an embedded pool has failed.
+TEST_F(FrontEndTest, ALostPoolIsNotReadyAndHasNoRanks) {
+  StartServer();
+  front_end_->Refresh();
+  EXPECT_FALSE(front_end_->lost());
+  EXPECT_TRUE(HasMetric("meshfill_ranks{state=\"ready\"} 4"));
+  engine_->Lose();
+  front_end_->Refresh();
+  EXPECT_TRUE(front_end_->lost());
+  EXPECT_EQ(Health("meshfill.v1.PrefillService"), 2);
+  EXPECT_EQ(GetPool().ranks(), 0);
+  for (const char* state : {"loading", "ready", "draining"}) {
+    EXPECT_TRUE(HasMetric(absl::StrCat("meshfill_ranks{state=\"", state, "\"} 0"))) << state;
+  }
+}
+
 }  // namespace
 }  // namespace meshfill
