@@ -498,7 +498,10 @@ void PrefillStream::OnDone() {
     const MutexLock lock(mu_);
     done_ = true;
     if (trace_.has_value()) {
-      spans = trace_->Finish({.id = header_.request_id(), .tenant = header_.tenant(), .tokens = token_count_},
+      // A header that was refused may have names of any length.
+      spans = trace_->Finish({.id = header_.request_id().substr(0, kMaxLoggedBytes),
+                              .tenant = header_.tenant().substr(0, kMaxLoggedBytes),
+                              .tokens = token_count_},
                              status_, MonotonicNow(), absl::Now());
     }
   }

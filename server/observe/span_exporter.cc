@@ -50,6 +50,12 @@ absl::StatusOr<std::string> FullUrl(const std::string& endpoint) {
   return part(CURLUPART_URL);
 }
 
+size_t BytesOf(const std::vector<TraceSpan>& spans) {
+  size_t bytes = 0;
+  for (const TraceSpan& span : spans) bytes += BytesOf(span);
+  return bytes;
+}
+
 size_t Ignore(char*, size_t size, size_t count, void*) { return size * count; }
 
 }  // namespace
@@ -145,11 +151,14 @@ SpanExporter::~SpanExporter() {
 }
 
 void SpanExporter::Export(std::vector<TraceSpan> spans) {
+  const size_t bytes = BytesOf(spans);
   const MutexLock lock(mu_);
-  if (queue_.size() + sending_ + spans.size() > kMaxSpans) {
+  if (queue_.size() + sending_ + spans.size() > kMaxSpans ||
+      queue_bytes_ + sending_bytes_ + bytes > kMaxBytes) {
     counts_.dropped += spans.size();
     return;
   }
+  queue_bytes_ += bytes;
   std::move(spans.begin(), spans.end(), std::back_inserter(queue_));
   changed_.NotifyAll();
 }
@@ -191,6 +200,8 @@ std::vector<TraceSpan> SpanExporter::NextBatch() {
   std::vector<TraceSpan> batch(std::make_move_iterator(queue_.begin()), std::make_move_iterator(end));
   queue_.erase(queue_.begin(), end);
   sending_ = batch.size();
+  sending_bytes_ = BytesOf(batch);
+  queue_bytes_ -= sending_bytes_;
   return batch;
 }
 
@@ -206,10 +217,11 @@ bool SpanExporter::Settle(size_t spans, Sent sent, const std::string& why) {
     if (!stopping_) return false;
   }
   (sent == Sent::kTaken ? counts_.exported : counts_.dropped) += spans;
-  sending_ = 0;
+  sending_ = sending_bytes_ = 0;
   if (flushing_ && sent == Sent::kUnreachable) {  // nor will the others get there
     counts_.dropped += queue_.size();
     queue_.clear();
+    queue_bytes_ = 0;
   }
   changed_.NotifyAll();
   return true;

@@ -1,6 +1,6 @@
 // Sends spans to an OpenTelemetry collector, by OTLP over HTTP (otlp_json.h), from a thread of its own.
 //
-//     Export ──► queue, kMaxSpans at most ──► POST of up to kBatchSpans ──► collector
+//     Export ──► queue, kMaxSpans and kMaxBytes ──► POST of up to kBatchSpans ──► collector
 //         └ full: dropped, counted                └ refused: dropped; unreachable or busy: tried again later
 //
 // Nobody waits for the collector but Flush. The log has a line when it fails and when it is back, and one a
@@ -28,7 +28,8 @@ namespace meshfill {
 
 class SpanExporter {
  public:
-  static constexpr size_t kMaxSpans = 16384;  // some 10 MB
+  static constexpr size_t kMaxSpans = 16384;     // some 10 MB of those that have no long texts
+  static constexpr size_t kMaxBytes = 16 << 20;  // whatever the texts that clients choose
   static constexpr size_t kBatchSpans = 512;
 
   struct Counts {
@@ -71,6 +72,8 @@ class SpanExporter {
   CondVar changed_;
   std::deque<TraceSpan> queue_ ABSL_GUARDED_BY(mu_);
   size_t sending_ ABSL_GUARDED_BY(mu_) = 0;  // spans that have left the queue, and are not done with
+  size_t sending_bytes_ ABSL_GUARDED_BY(mu_) = 0;
+  size_t queue_bytes_ ABSL_GUARDED_BY(mu_) = 0;
   bool flushing_ ABSL_GUARDED_BY(mu_) = false;
   bool stopping_ ABSL_GUARDED_BY(mu_) = false;
   Counts counts_ ABSL_GUARDED_BY(mu_);

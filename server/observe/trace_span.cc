@@ -17,6 +17,16 @@ std::string NewDigits() {
 
 }  // namespace
 
+size_t BytesOf(const TraceSpan& span) {
+  size_t bytes = sizeof(span) + span.trace_id.size() + span.id.size() + span.parent_id.size() +
+                 span.name.size() + span.error.size();
+  for (const auto& attribute : span.attributes) {
+    const auto* const text = std::get_if<std::string>(&attribute.second);
+    bytes += sizeof(attribute) + attribute.first.size() + (text == nullptr ? 0 : text->size());
+  }
+  return bytes;
+}
+
 std::string NewTraceId() { return NewDigits() + NewDigits(); }
 std::string NewSpanId() { return NewDigits(); }
 

@@ -2,6 +2,7 @@
 #ifndef MESHFILL_SERVER_OBSERVE_TRACE_SPAN_H_
 #define MESHFILL_SERVER_OBSERVE_TRACE_SPAN_H_
 
+#include <cstddef>
 #include <cstdint>
 #include <string>
 #include <utility>
@@ -25,6 +26,9 @@ struct TraceSpan {
   std::vector<std::pair<std::string, Value>> attributes;
   std::string error;  // empty: it went well
 };
+
+// The memory that it takes, about.
+size_t BytesOf(const TraceSpan& span);
 
 std::string NewTraceId();
 std::string NewSpanId();

@@ -176,6 +176,14 @@ class TraceTest(CliTestCase):
         self.assertNotIn("compute", refused)
         self.assertFalse(any(span["traceId"] == TRACE_ID for span in collector.spans()))
 
+    def test_long_names_are_cut(self):
+        collector = self.collector()
+        server = self.serve(collector.endpoint)
+        refused = server.prefill_tokens("1 2 3", "--request-id", "x" * 20_000, "--tenant", "y" * 20_000)
+        self.assertEqual(refused.returncode, 2)
+        (root,) = self.trace_of(collector, "x" * 512)["prefill"]
+        self.assertEqual(attributes(root)["meshfill.tenant"], "y" * 512)
+
     def test_a_drain_sends_what_is_left(self):
         collector = self.collector()
         server = self.serve(collector.endpoint)

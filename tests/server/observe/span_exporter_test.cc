@@ -256,6 +256,26 @@ TEST(SpanExporterTest, WithoutACollectorSpansAreBoundedAndAFlushGivesUp) {
   EXPECT_EQ(exporter->counts().dropped, SpanExporter::kMaxSpans + 3) << "there is room again";
 }
 
+TEST(SpanExporterTest, LongTextsAreBoundedByTheirBytes) {
+  Collector collector({400, 200});
+  const auto exporter = Exporter(collector.url());
+  const auto with_text = [](size_t bytes) {
+    std::vector<TraceSpan> spans = Spans(1);
+    spans.front().attributes = {{"meshfill.request_id", std::string(bytes, 'x')}};
+    return spans;
+  };
+  for (int round = 0; round < 2; ++round) {  // bytes that were sent or dropped leave room
+    exporter->Export(with_text(SpanExporter::kMaxBytes / 2));
+    const uint64_t dropped = exporter->counts().dropped;
+    exporter->Export(with_text(SpanExporter::kMaxBytes / 2));
+    EXPECT_EQ(exporter->counts().dropped, dropped + 1) << round;
+    exporter->Export(with_text(SpanExporter::kMaxBytes / 4));
+    FlushInTime(*exporter);
+  }
+  EXPECT_EQ(exporter->counts().exported, 2u);
+  EXPECT_EQ(exporter->counts().dropped, 4u);
+}
+
 TEST(SpanExporterTest, EndpointsThatAreNoneAreRefused) {
   for (const char* endpoint : {"", "collector", "ftp://127.0.0.1:1", "http://"}) {
     EXPECT_TRUE(absl::IsInvalidArgument(SpanExporter::Start(endpoint, absl::Seconds(1)).status()))
