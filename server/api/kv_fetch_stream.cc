@@ -100,7 +100,9 @@ void KvFetchStream::End(const absl::Status& status) {
   absl::StrAppendFormat(&line, " seconds=%.3f", absl::ToDoubleSeconds(MonotonicNow() - begin_));
   absl::StrAppend(&line, " code=", absl::StatusCodeToString(status.code()));
   if (!status.ok()) absl::StrAppend(&line, " message=", LogQuote(status.message()));
-  Log(line, {.level = LevelOfEnd(status.code()), .tenant = tenant_, .traceparent = traceparent_});
+  const LogDetails details = {
+      .level = LevelOfEnd(status.code()), .tenant = tenant_, .traceparent = traceparent_};
+  status.ok() ? Log(line, details) : LogLimited(absl::StatusCodeToString(status.code()), line, details);
   Finish(ToGrpcStatus(status));
 }
 

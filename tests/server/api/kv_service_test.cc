@@ -377,6 +377,24 @@ TEST_F(KvServiceTest, TheLogHasTheBeginOfALeaseAlone) {
   EXPECT_TRUE(EventuallyHasMetric(absl::StrCat("meshfill_kv_fetched_bytes_total ", kept.kv().bytes())));
 }
 
+// Who asks for leases that are not there fills no log: each second has 50 of its lines, and the count.
+TEST_F(KvServiceTest, TheLogHasAFewOfManyRefusedFetches) {
+  StartServer();
+  FlushLog();
+  testing::internal::CaptureStderr();
+  const absl::Time begin = MonotonicNow();
+  for (int i = 0; i < 500; ++i) {
+    EXPECT_TRUE(absl::IsNotFound(client_->Fetch(Request("no lease")).status));
+  }
+  const absl::Duration seconds = MonotonicNow() - begin;
+  FlushLog();
+  const std::string log = testing::internal::GetCapturedStderr();
+  int lines = 0;
+  for (size_t at = 0; (at = log.find("code=NOT_FOUND", at)) != std::string::npos; ++at) ++lines;
+  EXPECT_GE(lines, 50);
+  EXPECT_LE(lines, 50 * (2 + absl::ToInt64Seconds(seconds)));
+}
+
 TEST_F(KvServiceTest, AFailedOrCancelledPrefillEndsItsLeaseAndItsReaders) {
   StartServer();
   for (const bool cancelled : {false, true}) {
