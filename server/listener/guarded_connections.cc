@@ -125,7 +125,7 @@ class GuardedConnections::Relay {
           Handshake(*side->connection);
         }
       }
-      EndLateHandshakes();
+      CloseOverdue();
       ResumePaused();
       CloseTheLargest();
       closed_.clear();
@@ -149,9 +149,9 @@ class GuardedConnections::Relay {
 
   struct Connection {
     Connection(const Limits& limits, absl::Time now)
-        : handshake_by(now + limits.handshake_time), guard(limits.most_streams, now) {}
+        : due(now + limits.handshake_time), guard(limits.most_streams, now) {}
     Side client, server;
-    absl::Time handshake_by;
+    absl::Time due;    // of its handshake, and of its client's end once the server has ended
     std::string name;  // in transport_.peers; empty: no certificate
     Http2Guard guard;
     int64_t counted_bytes = 0;  // its part of held_bytes_
@@ -166,7 +166,7 @@ class GuardedConnections::Relay {
   int WaitMilliseconds(absl::Time end) const {
     absl::Time until = end;
     for (const Connection* connection : paused_) until = std::min(until, connection->guard.ReadAgainAt());
-    if (!handshakes_.empty()) until = std::min(until, handshakes_.begin()->first);
+    if (!dues_.empty()) until = std::min(until, dues_.begin()->first);
     if (until == absl::InfiniteFuture()) return -1;
     const int64_t milliseconds = absl::ToInt64Milliseconds(until - MonotonicNow()) + 1;
     return static_cast<int>(std::clamp<int64_t>(milliseconds, 0, 1000));
@@ -192,7 +192,7 @@ class GuardedConnections::Relay {
       const bool made = !has_tls || tls != nullptr;
       connection.client.socket = std::make_unique<StreamSocket>(client, std::move(tls));
       connections_.emplace(&connection, std::move(owner));
-      handshakes_.emplace(connection.handshake_by, &connection);
+      dues_.emplace(connection.due, &connection);
       if (!made) {
         Close(connection);
       } else if (has_tls) {
@@ -234,7 +234,7 @@ class GuardedConnections::Relay {
       close(pair[1]);
       return Refuse(connection, "its certificate's names cannot be kept");
     }
-    handshakes_.erase({connection.handshake_by, &connection});
+    SetDue(connection, absl::InfiniteFuture());
     {
       const MutexLock lock(mu_);
       if (handler_ != nullptr) {
@@ -246,10 +246,14 @@ class GuardedConnections::Relay {
     Watch(connection);
   }
 
-  void EndLateHandshakes() {
-    while (!handshakes_.empty() && handshakes_.begin()->first <= MonotonicNow()) {
-      Close(*handshakes_.begin()->second);
-    }
+  void SetDue(Connection& connection, absl::Time due) {
+    dues_.erase({connection.due, &connection});
+    connection.due = due;
+    if (due != absl::InfiniteFuture()) dues_.emplace(due, &connection);
+  }
+
+  void CloseOverdue() {
+    while (!dues_.empty() && dues_.begin()->first <= MonotonicNow()) Close(*dues_.begin()->second);
   }
 
   void Serve(const Side& side, uint32_t events) {
@@ -260,6 +264,10 @@ class GuardedConnections::Relay {
     if (connection.closed) return;
     // Who has sent all had none of it in a queue by then.
     if (connection.client.ended && connection.server.ended) return Close(connection);
+    // The client's socket has taken all by then. One that is silent would keep its place for ever.
+    if (connection.server.ended && connection.due == absl::InfiniteFuture()) {
+      SetDue(connection, MonotonicNow() + limits_.last_time);
+    }
     Count(connection);
     Watch(connection);
   }
@@ -391,7 +399,7 @@ class GuardedConnections::Relay {
     connection.closed = true;
     held_bytes_ -= connection.counted_bytes;
     paused_.erase(&connection);
-    handshakes_.erase({connection.handshake_by, &connection});
+    SetDue(connection, absl::InfiniteFuture());
     if (!connection.name.empty()) transport_.peers->Remove(connection.name);
     connection.client.socket.reset();
     connection.server.socket.reset();
@@ -408,7 +416,7 @@ class GuardedConnections::Relay {
   std::unordered_map<const Connection*, std::unique_ptr<Connection>> connections_;
   std::vector<std::unique_ptr<Connection>> closed_;  // in this turn
   std::set<Connection*, std::less<>> paused_;
-  std::set<std::pair<absl::Time, Connection*>> handshakes_;  // that are not done, by their deadlines
+  std::set<std::pair<absl::Time, Connection*>> dues_;  // connections that are closed at a time
   int64_t held_bytes_ = 0;
   std::vector<uint8_t> buffer_ = std::vector<uint8_t>(kReadBytes);
   Mutex mu_;

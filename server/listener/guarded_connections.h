@@ -24,6 +24,7 @@ class GuardedConnections {
     int most_streams = 0;         // of a connection
     int64_t most_held_bytes = 0;  // of all: incomplete messages, and what waits to be passed on
     absl::Duration handshake_time = absl::Seconds(10);  // of TLS
+    absl::Duration last_time = absl::Seconds(10);       // for a client to end once the server has
   };
 
   // Takes over the server's end of a connection. Called from this class' thread.

@@ -174,6 +174,25 @@ TEST_F(GuardedConnectionsTest, AClosedSocketClosesTheOther) {
   }
 }
 
+// A client that does not end its side once the server has gives its place back.
+TEST_F(GuardedConnectionsTest, ASilentClientIsClosedOnceTheServerHasEnded) {
+  constexpr absl::Duration kLast = absl::Milliseconds(500);
+  auto guard =
+      GuardedConnections::Start("the test", ServerTransport(),
+                                {.most_streams = 16, .most_held_bytes = kMostHeldBytes, .last_time = kLast},
+                                [this](int server) { admitted_.Put(server); });
+  ASSERT_TRUE(guard.ok()) << guard.status();
+  Ends ends(**guard, admitted_);
+  Ends::Write(ends.server, {1, 2, 3});
+  const absl::Time begin = MonotonicNow();
+  close(std::exchange(ends.server, -1));
+  EXPECT_EQ(Ends::Read(ends.client, 100), (Bytes{1, 2, 3}));
+  pollfd gone{.fd = ends.client, .events = 0, .revents = 0};
+  EXPECT_EQ(poll(&gone, 1, kWaitMilliseconds), 1) << "it stays for ever";
+  EXPECT_NE(gone.revents & POLLHUP, 0);
+  EXPECT_GE(MonotonicNow() - begin, kLast);
+}
+
 // What the server has sent last arrives, though the port closes.
 TEST_F(GuardedConnectionsTest, LastWordsArrive) {
   Ends ends(*guard_, admitted_);
