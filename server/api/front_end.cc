@@ -75,7 +75,8 @@ KvService::Options KvOptions(const v1::Config& config) {
           .block_tokens = static_cast<int>(config.kv().block_tokens()),
           .tenants = Tenants(config),
           .streams = {.max_message_bytes = static_cast<int64_t>(config.limits().max_message_bytes()),
-                      .read_timeout = ToDuration(config.limits().result_timeout())}};
+                      .read_timeout = ToDuration(config.limits().result_timeout()),
+                      .unread_bytes = static_cast<int64_t>(config.limits().unread_bytes())}};
 }
 
 constexpr std::initializer_list<Role> kServed = {Role::kClient, Role::kAdmin};

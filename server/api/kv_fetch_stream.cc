@@ -30,12 +30,19 @@ KvFetchStream::KvFetchStream(KvStreams& streams, grpc::CallbackServerContext* co
 
 void KvFetchStream::OnChange() {
   const MutexLock lock(mu_);
-  // gRPC fails the write, once or more often told so.
-  if (StandsStill()) {
-    gave_up_ = true;
-    context_->TryCancel();
-  }
+  if (StandsStill()) GiveUp("its reader stood still for longer than limits.result_timeout");
   Pump();
+}
+
+void KvFetchStream::OnCrowdedOut(absl::Time write_begin) {
+  const MutexLock lock(mu_);
+  if (!writing_ || write_begin_ != write_begin) return;  // that part was read meanwhile
+  GiveUp("its reader took its part last, and others need the memory (limits.unread_bytes)");
+}
+
+void KvFetchStream::GiveUp(const char* reason) {
+  gave_up_ = reason;
+  context_->TryCancel();
 }
 
 bool KvFetchStream::StandsStill() const {
@@ -45,7 +52,7 @@ bool KvFetchStream::StandsStill() const {
          !streams_.source().Open(request_, tenant_, limits.max_message_bytes, [] {}).ok();
 }
 
-absl::StatusOr<KvReader::Next> KvFetchStream::TakePart() {
+absl::StatusOr<KvReader::Next> KvFetchStream::TakePart(v1::KvPart& part) {
   if (reader_ == nullptr) {
     const auto changed = [weak = weak_from_this()] {
       if (const std::shared_ptr<KvFetchStream> stream = weak.lock()) stream->OnChange();
@@ -53,12 +60,13 @@ absl::StatusOr<KvReader::Next> KvFetchStream::TakePart() {
     ASSIGN_OR_RETURN(reader_,
                      streams_.source().Open(request_, tenant_, streams_.limits().max_message_bytes, changed));
   }
-  return reader_->Take(part_);
+  return reader_->Take(part);
 }
 
 void KvFetchStream::Pump() {
   if (writing_ || ended_) return;
-  const absl::StatusOr<KvReader::Next> next = TakePart();
+  v1::KvPart part;
+  const absl::StatusOr<KvReader::Next> next = TakePart(part);
   if (!next.ok() || *next == KvReader::Next::kEnd) {
     End(next.status());
     return;
@@ -66,21 +74,23 @@ void KvFetchStream::Pump() {
   if (*next == KvReader::Next::kNotYet) return;  // OnChange will come
   writing_ = true;
   write_begin_ = MonotonicNow();
-  Encode(part_, sent_);
+  part_bytes_ = static_cast<int64_t>(part.k().size() + part.v().size() + part.pages().size());
+  Encode(part, sent_);
+  streams_.OnWriteBegin(this, write_begin_, static_cast<int64_t>(sent_.Length()));
   StartWrite(&sent_);
 }
 
 void KvFetchStream::OnWriteDone(bool ok) {
   const MutexLock lock(mu_);
   writing_ = false;
+  sent_.Clear();  // the next part may be long in coming
+  streams_.OnWriteEnd(this);
   if (!ok) {
-    End(absl::CancelledError(gave_up_ ? "its reader stood still for longer than limits.result_timeout"
-                                      : "nobody reads any more"));
+    End(absl::CancelledError(gave_up_ != nullptr ? gave_up_ : "nobody reads any more"));
     return;
   }
-  const auto bytes = static_cast<int64_t>(part_.k().size() + part_.v().size() + part_.pages().size());
-  bytes_ += bytes;
-  streams_.OnFetched(bytes);
+  bytes_ += part_bytes_;
+  streams_.OnFetched(part_bytes_);
   Pump();
 }
 

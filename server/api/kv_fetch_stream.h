@@ -2,7 +2,8 @@
 //
 //     checked ──► a part is there ──► written ──► … ──► all written: OK
 //        └────────────┴──────────────────┴──────► the lease has ended, cancel, disconnect, the deadline,
-//                                                 or a part that its reader does not take in time
+//                                                 a part that its reader does not take in time, or
+//                                                 that others need the memory of
 //
 // A reactor of gRPC's callback API: no thread waits for a client or for a layer. The stream has one part at
 // most, so that a slow reader costs a part's memory, and what its KvReader says.
@@ -36,6 +37,8 @@ class KvFetchStream final : public KvFetchReactor, public std::enable_shared_fro
 
   // A layer may be there, the lease may have ended, or the reader may have stood still for too long.
   void OnChange();
+  // Others need the memory of the part whose write began then.
+  void OnCrowdedOut(absl::Time write_begin);
 
   // gRPC's reactions.
   void OnWriteDone(bool ok) override;
@@ -45,10 +48,11 @@ class KvFetchStream final : public KvFetchReactor, public std::enable_shared_fro
  private:
   // Writes the next part if it is there and none is on its way; finishes behind the last, and with an error.
   void Pump() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  // The next part, into part_.
-  absl::StatusOr<KvReader::Next> TakePart() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  absl::StatusOr<KvReader::Next> TakePart(v1::KvPart& part) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // The reader has not taken its part for too long.
   bool StandsStill() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // gRPC fails the write, once or more often told so.
+  void GiveUp(const char* reason) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void End(const absl::Status& status) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
   KvStreams& streams_;
@@ -61,11 +65,11 @@ class KvFetchStream final : public KvFetchReactor, public std::enable_shared_fro
 
   Mutex mu_;
   std::unique_ptr<KvReader> reader_ ABSL_GUARDED_BY(mu_);  // null: not opened yet, or ended
-  v1::KvPart part_ ABSL_GUARDED_BY(mu_);                   // the last one that was taken
-  int64_t bytes_ ABSL_GUARDED_BY(mu_) = 0;                 // bytes written
+  int64_t part_bytes_ ABSL_GUARDED_BY(mu_) = 0;            // of K and V in the last part that was taken
+  int64_t bytes_ ABSL_GUARDED_BY(mu_) = 0;                 // of K and V written
   bool writing_ ABSL_GUARDED_BY(mu_) = false;
-  absl::Time write_begin_ ABSL_GUARDED_BY(mu_);  // when the last write began
-  bool gave_up_ ABSL_GUARDED_BY(mu_) = false;    // the reader stood still for too long
+  absl::Time write_begin_ ABSL_GUARDED_BY(mu_);         // when the last write began
+  const char* gave_up_ ABSL_GUARDED_BY(mu_) = nullptr;  // why the last write was given up
   bool ended_ ABSL_GUARDED_BY(mu_) = false;
 };
 

@@ -38,7 +38,7 @@ KvFetchReactor* KvStreams::Fetch(grpc::CallbackServerContext* context, std::stri
   auto stream = std::make_shared<KvFetchStream>(*this, context, std::move(tenant), std::move(request));
   {
     const MutexLock lock(mu_);
-    streams_[stream.get()] = stream;
+    streams_[stream.get()] = {.stream = stream, .write_begin = {}};
   }
   stream->OnChange();
   return stream.get();  // gRPC's until OnDone
@@ -52,10 +52,40 @@ void KvStreams::OnRefused(absl::StatusCode code) {
   if (listener_ != nullptr) listener_->OnFetchRefused(code);
 }
 
+void KvStreams::OnWriteBegin(KvFetchStream* stream, absl::Time now, int64_t bytes) {
+  const MutexLock lock(mu_);
+  Entry& entry = streams_.at(stream);
+  entry.write_begin = now;
+  entry.unread_bytes = bytes;
+  unread_bytes_ += bytes;
+  BoundUnread();
+}
+
+void KvStreams::OnWriteEnd(KvFetchStream* stream) {
+  const MutexLock lock(mu_);
+  unread_bytes_ -= std::exchange(streams_.at(stream).unread_bytes, 0);
+}
+
+void KvStreams::BoundUnread() {
+  while (unread_bytes_ > limits_.unread_bytes) {
+    Entry* oldest = nullptr;
+    int unread = 0;
+    for (auto& [key, entry] : streams_) {
+      if (entry.unread_bytes == 0) continue;
+      ++unread;
+      if (oldest == nullptr || entry.write_begin < oldest->write_begin) oldest = &entry;
+    }
+    if (unread <= 1) return;  // the newest
+    unread_bytes_ -= std::exchange(oldest->unread_bytes, 0);
+    crowded_out_.push_back(*oldest);
+    wake_.NotifyAll();
+  }
+}
+
 void KvStreams::Remove(KvFetchStream* stream) {
   std::shared_ptr<KvFetchStream> gone;  // after the lock
   const MutexLock lock(mu_);
-  gone = std::move(streams_.at(stream));
+  gone = std::move(streams_.at(stream).stream);
   streams_.erase(stream);
   settled_.NotifyAll();
 }
@@ -76,6 +106,14 @@ void KvStreams::Watch() {
   absl::Time next_round = absl::InfinitePast();
   MutexLock lock(mu_);
   while (!stopping_) {
+    if (!crowded_out_.empty()) {
+      std::vector<Entry> crowded_out = std::exchange(crowded_out_, {});
+      lock.Unlock();
+      for (const Entry& each : crowded_out) each.stream->OnCrowdedOut(each.write_begin);
+      crowded_out.clear();
+      lock.Lock();
+      continue;
+    }
     const absl::Time next = streams_.empty() ? next_lapse : std::min(next_lapse, next_round);
     if (!changed_ && MonotonicNow() < next) {
       wake_.WaitUntil(mu_, std::min(next_lapse, MonotonicNow() + kRound));
@@ -83,7 +121,7 @@ void KvStreams::Watch() {
     }
     changed_ = false;
     std::vector<std::shared_ptr<KvFetchStream>> streams;
-    for (const auto& [key, stream] : streams_) streams.push_back(stream);
+    for (const auto& [key, entry] : streams_) streams.push_back(entry.stream);
     lock.Unlock();
     next_lapse = source_.EndLapsed();
     const KvStore::Counts counts = source_.counts();

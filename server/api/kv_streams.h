@@ -2,7 +2,8 @@
 //
 // One thread waits for what the source says has changed and for the next lease to lapse. It wakes the
 // streams, so that a rank that has finished a layer only leaves word of it. It looks at the streams once a
-// second, too, for readers whose waits have deadlines. Thread-safe.
+// second, too, for readers whose waits have deadlines. Where the parts that wait for their readers take too
+// much memory, the one that has waited longest is dropped. Thread-safe.
 #ifndef MESHFILL_SERVER_API_KV_STREAMS_H_
 #define MESHFILL_SERVER_API_KV_STREAMS_H_
 
@@ -11,6 +12,7 @@
 #include <memory>
 #include <string>
 #include <thread>
+#include <vector>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
@@ -37,7 +39,8 @@ class KvStreams {
   struct Limits {
     int64_t max_message_bytes = 4 << 20;
     absl::Duration read_timeout = absl::Seconds(30);  // for a part, which is as large as a message at most
-    bool waits_for_lease = false;  // a reader may stand still for longer, as long as its lease lives
+    bool waits_for_lease = false;      // a reader may stand still for longer, as long as its lease lives
+    int64_t unread_bytes = INT64_MAX;  // bound on the parts of all streams but the newest
   };
 
   // The source and the listener, which may be null, outlive this.
@@ -58,10 +61,21 @@ class KvStreams {
   const Limits& limits() const { return limits_; }
   void OnFetched(int64_t bytes);
   void OnRefused(absl::StatusCode code);
+  void OnWriteBegin(KvFetchStream* stream, absl::Time now, int64_t bytes);
+  void OnWriteEnd(KvFetchStream* stream);
   void Remove(KvFetchStream* stream);  // destroys it, now or once its OnChange returns
 
  private:
+  struct Entry {
+    // Shared: the thread may be calling it while gRPC lets go of the stream.
+    std::shared_ptr<KvFetchStream> stream;
+    absl::Time write_begin;
+    int64_t unread_bytes = 0;  // of the part that is being written; 0: none is, or it is dropped
+  };
+
   void Watch();
+  // Lets the parts that have waited longest be dropped, until the others fit the bound.
+  void BoundUnread() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
   KvSource& source_;
   const Limits limits_;
@@ -74,9 +88,10 @@ class KvStreams {
   bool stopping_ ABSL_GUARDED_BY(mu_) = false;
   int64_t leases_ ABSL_GUARDED_BY(mu_) = 0;    // leases at the last count
   bool counted_ ABSL_GUARDED_BY(mu_) = false;  // no change came after the count began
-  // Shared: the thread may be in OnChange while gRPC lets go of a stream.
-  std::map<KvFetchStream*, std::shared_ptr<KvFetchStream>> streams_ ABSL_GUARDED_BY(mu_);
-  std::thread watcher_;  // last: it uses all of the above
+  std::map<KvFetchStream*, Entry> streams_ ABSL_GUARDED_BY(mu_);
+  int64_t unread_bytes_ ABSL_GUARDED_BY(mu_) = 0;        // of all streams
+  std::vector<Entry> crowded_out_ ABSL_GUARDED_BY(mu_);  // that the thread is to tell
+  std::thread watcher_;                                  // last: it uses all of the above
 };
 
 }  // namespace meshfill

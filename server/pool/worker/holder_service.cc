@@ -94,7 +94,8 @@ absl::StatusOr<std::unique_ptr<HolderService>> HolderService::Start(const std::s
   auto service = std::make_unique<Service>(
       held, KvStreams::Limits{.max_message_bytes = static_cast<int64_t>(config.limits().max_message_bytes()),
                               .read_timeout = ToDuration(config.limits().result_timeout()),
-                              .waits_for_lease = true});
+                              .waits_for_lease = true,
+                              .unread_bytes = static_cast<int64_t>(config.limits().unread_bytes())});
   RETURN_IF_ERROR(service->Listen(listen, config));
   return std::unique_ptr<HolderService>(new HolderService(std::move(service)));
 }

@@ -569,6 +569,43 @@ TEST_F(KvServiceTest, AReaderWhoStandsStillIsEnded) {
   ExpectValues(client_->Fetch(Request(lease)), {.tokens = kTokens, .heads = 2}, 0, 4);
 }
 
+// Who has stood still for longest goes first; who reads on is served.
+TEST_F(KvServiceTest, ReadersWhoStandStillTakeNoMoreThanTheirBound) {
+  StartServer({"limits.unread_bytes=4MiB", "limits.result_timeout=1h"});
+  constexpr size_t kTokens = 60'000;  // 30 MB in parts of 1 MiB: more than connections hold
+  constexpr int kReaders = 8;
+  const v1::PrefillResult result = Prefill(kTokens, 600);
+  const std::string& lease = result.kv().lease();
+  struct Reader {
+    explicit Reader(const std::shared_ptr<grpc::Channel>& channel) : client(channel) {}
+    KvClient client;
+    std::unique_ptr<grpc::ClientContext> context = client.Context();
+    std::unique_ptr<grpc::ClientReader<v1::KvPart>> stream;
+    v1::KvPart part;
+  };
+  std::vector<std::unique_ptr<Reader>> readers;
+  for (int i = 0; i < kReaders; ++i) {
+    readers.push_back(std::make_unique<Reader>(Channel()));  // the window of a connection is shared
+    Reader& reader = *readers.back();
+    reader.stream = reader.client.stub().FetchKv(reader.context.get(), Request(lease));
+    ASSERT_TRUE(reader.stream->Read(&reader.part));
+    absl::SleepFor(absl::Milliseconds(200));  // until its next ones fill the windows
+  }
+  ExpectValues(client_->Fetch(Request(lease)), {.tokens = kTokens, .heads = 2}, 0, 4);
+  std::vector<bool> ok;
+  for (const auto& reader : readers) {
+    while (reader->stream->Read(&reader->part)) {
+    }
+    const auto code = reader->stream->Finish().error_code();
+    EXPECT_TRUE(code == grpc::StatusCode::OK || code == grpc::StatusCode::CANCELLED) << code;
+    ok.push_back(code == grpc::StatusCode::OK);
+  }
+  EXPECT_FALSE(ok.front());
+  EXPECT_TRUE(ok.back());
+  EXPECT_TRUE(std::is_sorted(ok.begin(), ok.end())) << "not those who stood still for longest";
+  EXPECT_LE(std::count(ok.begin(), ok.end(), true), 4);
+}
+
 TEST_F(KvServiceTest, StopEndsWhoWaitsForALayer) {
   StartServer();
   engine_->Hold(1);
