@@ -39,6 +39,11 @@ absl::StatusOr<ServerChannel> ServerChannel::Open(const ServerOptions& options) 
   ASSIGN_OR_RETURN(server.token_, Token(options));
   grpc::ChannelArguments arguments;
   arguments.SetMaxReceiveMessageSize(kNoLimit);  // a result with all logits of a large vocabulary
+  arguments.SetInt(GRPC_ARG_KEEPALIVE_TIME_MS,
+                   static_cast<int>(absl::ToInt64Milliseconds(options.ping_time)));
+  arguments.SetInt(GRPC_ARG_KEEPALIVE_TIMEOUT_MS,
+                   static_cast<int>(absl::ToInt64Milliseconds(options.ping_timeout)));
+  arguments.SetInt(GRPC_ARG_HTTP2_MAX_PINGS_WITHOUT_DATA, 0);  // any: a prompt may wait for an hour
   if (!options.server_name.empty()) arguments.SetSslTargetNameOverride(options.server_name);
   server.channel_ = grpc::CreateCustomChannel(options.address, credentials, arguments);
   return server;

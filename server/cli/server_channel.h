@@ -6,6 +6,7 @@
 #include <string>
 
 #include "absl/status/statusor.h"
+#include "absl/time/time.h"
 
 namespace grpc {
 class Channel;
@@ -22,6 +23,10 @@ struct ServerOptions {
   std::string cert, key;
   std::string server_name;  // in the server's certificate; empty: the address's host
   std::string token_file;   // empty: the environment's MESHFILL_TOKEN, or none
+  // A server that is silent for so long while a call waits is pinged, and is gone if it does not answer in
+  // time. Servers allow a ping every 10 s.
+  absl::Duration ping_time = absl::Minutes(1);
+  absl::Duration ping_timeout = absl::Seconds(20);
 };
 
 class ServerChannel {

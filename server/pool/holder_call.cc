@@ -97,6 +97,7 @@ class HolderChannels::Connections {
     arguments.SetInt(GRPC_ARG_HTTP2_STREAM_LOOKAHEAD_BYTES, kWindowBytes);
     arguments.SetInt(GRPC_ARG_KEEPALIVE_TIME_MS, 20'000);  // finds holders that are gone without a word
     arguments.SetInt(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, 10'000);
+    arguments.SetInt(GRPC_ARG_HTTP2_MAX_PINGS_WITHOUT_DATA, 0);  // a layer may take long
     const std::string& name = api_.tls().server_name();
     if (!name.empty()) arguments.SetSslTargetNameOverride(name);
     return grpc::CreateCustomChannel(address, credentials_, arguments);
