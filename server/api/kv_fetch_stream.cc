@@ -37,7 +37,7 @@ void KvFetchStream::OnChange() {
 void KvFetchStream::OnCrowdedOut(absl::Time write_begin) {
   const MutexLock lock(mu_);
   if (!writing_ || write_begin_ != write_begin) return;  // that part was read meanwhile
-  GiveUp("its reader took its part last, and others need the memory (limits.unread_bytes)");
+  GiveUp("its part has waited longest for its reader, and others need the memory (limits.unread_bytes)");
 }
 
 void KvFetchStream::GiveUp(const char* reason) {
