@@ -143,7 +143,7 @@ class PrefillCommand : public Command {
     app_->add_option("--request-id", request_id_, "Its name in results and logs (default: a new one)")
         ->type_name("ID")
         ->group("Request");
-    app_->add_option("--tenant", tenant_, "For the server's log")
+    app_->add_option("--tenant", tenant_, "Whose request it is: its share, bounds, leases and cache")
         ->type_name("NAME")
         ->needs(server)
         ->group("Request");
