@@ -216,6 +216,12 @@ def model(documents):
     for name in ("repository", "revision"):
         variable = container["env"][at(container["env"], f"MODEL_{name.upper()}")]
         variable["value"] = Value(f"{{{{ .Values.model.{name} | quote }}}}")
+    # As overlays/single-pod: a claim of one node is filled where the front-end is.
+    beside = {"topologyKey": "kubernetes.io/hostname", "labelSelector": {"matchLabels": {
+        **job["metadata"]["labels"], "app.kubernetes.io/component": "front-end"}}}
+    spec = job["spec"]["template"]["spec"]
+    spec["affinity"] = If(f"not {WORKERS}", {"podAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [beside]}})
+    spec["tolerations"] = If(f"not {WORKERS}", With(".Values.frontEnd.tolerations"))
     policy = find(documents, "NetworkPolicy", "-model")
     return (document(claim, f"and .Values.model.claim.create ({CLAIM})")
             + "".join(document(each, f"and .Values.model.fetch ({CLAIM})") for each in (job, policy)))

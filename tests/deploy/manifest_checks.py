@@ -215,6 +215,34 @@ def check_model(documents):
             yield f"PersistentVolumeClaim/{name}: {sum(writers.get(name, []))} workloads fill it"
 
 
+def check_claims_of_one_node(documents):
+    """Of the pods with a ReadWriteOnce claim one is placed freely. The others follow it, and its node takes them."""
+    for claim in of_kind(documents, "PersistentVolumeClaim"):
+        if "ReadWriteOnce" not in claim["spec"]["accessModes"]:
+            continue
+        pods = {name: pod for name, pod in pods_of(documents)
+                if any(volume.get("persistentVolumeClaim", {}).get("claimName") == claim["metadata"]["name"]
+                       for volume in volumes_of(pod).values())}
+        free = [name for name, pod in pods.items() if not any(follows(pod, other) for other in pods.values() if other is not pod)]
+        if len(free) != 1:
+            yield f"{name_of(claim)}: {' and '.join(free)} may be placed on two nodes"
+            continue
+        leader = pods[free[0]]["spec"]
+        for name, pod in pods.items():
+            for taint in leader.get("tolerations", []):
+                if taint not in pod["spec"].get("tolerations", []):
+                    yield f"{name}: does not tolerate {taint['key']}, as {free[0]} does"
+            if not pod["spec"].get("nodeSelector", {}).items() <= leader.get("nodeSelector", {}).items():
+                yield f"{name}: cannot be where {free[0]} is"
+
+
+def follows(pod, other):
+    """Whether a pod is placed on the node of the other one and nowhere else."""
+    terms = pod["spec"].get("affinity", {}).get("podAffinity", {}).get("requiredDuringSchedulingIgnoredDuringExecution", [])
+    return any(term["topologyKey"] == "kubernetes.io/hostname"
+               and term["labelSelector"]["matchLabels"].items() <= other["metadata"]["labels"].items() for term in terms)
+
+
 def unpinned(job):
     """What may be another one tomorrow: the model, the image, what pip installs there with all that it stands on."""
     container, = job["spec"]["template"]["spec"]["containers"]
@@ -419,8 +447,8 @@ def check_vllm(documents):
         yield f"deploy/vllm.Dockerfile: vLLM {image} is not one of those tested ({', '.join(tested)})"
 
 
-CHECKS = [check_pod_security, check_wiring, check_probes, check_model, check_cache, check_gpus, check_selectors, check_placement,
-          check_monitoring, check_vllm]
+CHECKS = [check_pod_security, check_wiring, check_probes, check_model, check_claims_of_one_node, check_cache, check_gpus,
+          check_selectors, check_placement, check_monitoring, check_vllm]
 
 
 def problems(documents, versions=VERSIONS):

@@ -60,6 +60,11 @@ def set_variable(document, name, value):
     next(each for each in first(document)["env"] if each["name"] == name)["value"] = value
 
 
+def follow(document, labels):
+    (term,) = pod(document)["affinity"]["podAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+    term["labelSelector"]["matchLabels"].update(labels)
+
+
 FRONT_END, WORKER = ("Deployment", "meshfill-front-end"), ("StatefulSet", "meshfill-worker")
 FRONT_END_CONFIG, WORKER_CONFIG = ("ConfigMap", "meshfill-front-end"), ("ConfigMap", "meshfill-worker")
 
@@ -99,6 +104,9 @@ def planted():
                  lambda d: d["spec"].update(accessModes=["ReadWriteOnce"]))
     yield change("a shared claim for one pod", H100, "PersistentVolumeClaim", "",
                  lambda d: d["spec"].update(accessModes=["ReadWriteMany"]))
+    yield change("a claim of one node that is filled on another", H100, "Job", "", lambda d: pod(d).pop("affinity"))
+    yield change("a Job that follows nobody", H100, "Job", "", lambda d: follow(d, {"app.kubernetes.io/component": "worker"}))
+    yield change("a Job that the GPU's node refuses", H100, "Job", "", lambda d: pod(d).pop("tolerations"))
     yield without("a claim that nobody fills", BASE, "Job", "meshfill-model")
     yield change("a model that may be another tomorrow", BASE, "Job", "", lambda d: set_variable(d, "MODEL_REVISION", "main"))
     yield change("any version of the client", BASE, "Job", "", lambda d: set_argument(d, "huggingface_hub==1.2.3", "huggingface_hub"))
