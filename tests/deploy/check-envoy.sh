@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # deploy/envoy/meshfill.yaml in a real Envoy, in front of a real server: Envoy's own check of it, prefills over TLS, floods of
-# resets and of CONTINUATION frames, what is not the API, and a server that is gone.
+# resets and of CONTINUATION frames, what is not the API, a server that drains, and one that is gone.
 #
 #   tests/deploy/check-envoy.sh
 #

@@ -5,6 +5,7 @@ Usage: check_envoy.py PATH_OF_MESHFILL PATH_OF_ENVOY [unittest arguments]
 """
 import pathlib
 import re
+import signal
 import socket
 import ssl
 import subprocess
@@ -19,7 +20,7 @@ ENVOY = sys.argv.pop(2)
 
 from cli_harness import TIMEOUT_SECONDS, CliTestCase, Server  # noqa: E402
 from raw_http2 import (CONTINUATION, DATA, END_HEADERS, END_STREAM, HEADERS, RST_STREAM, Connection, frame,  # noqa: E402
-                       header_message, request_headers, tokens_message)
+                       header_message, message, request_headers, tokens_message, varint)
 
 
 def free_port():
@@ -29,6 +30,18 @@ def free_port():
 
 def prefill(request_id):
     return header_message(3, request_id) + tokens_message([1, 2, 3])
+
+
+def kept_prefill():
+    """Its K and V are kept for a minute."""
+    options = b"\x08\x01\x10" + varint(60)
+    header = b"\x18" + varint(3) + b"\x52" + varint(len(options)) + options
+    return message(b"\x0a" + varint(len(header)) + header) + tokens_message([1, 2, 3])
+
+
+def of_lease(name):
+    """RenewKvRequest, FetchKvRequest and ReleaseKvRequest all begin with the lease."""
+    return message(b"\x0a" + varint(len(name)) + name)
 
 
 class EnvoyTest(CliTestCase):
@@ -150,6 +163,30 @@ class EnvoyTest(CliTestCase):
         self.assert_closed(connection, flood())
         self.assertEqual(self.statistic("cluster.meshfill.upstream_rq_total"), before)
         self.assert_served("after-continuation")
+
+    def call(self, method, request):
+        """The messages of the answer; none where the call is refused."""
+        connection = self.connect()
+        stream = connection.open_stream(f"/meshfill.v1.PrefillService/{method}")
+        connection.send(frame(DATA, END_STREAM, stream, request))
+        _, body = connection.answer(stream)
+        connection.close()
+        return body
+
+    def test_leases_live_on_while_the_server_drains(self):
+        lease = re.search(rb"\x2a\x20([0-9a-f]{32})", self.call("Prefill", kept_prefill())).group(1)
+        self.server.process.send_signal(signal.SIGTERM)
+        self.server.wait_for_line("draining")
+        checks = self.statistic("cluster.meshfill.health_check.attempt")
+        self.wait_until(lambda: self.statistic("cluster.meshfill.health_check.attempt") >= checks + 4)
+        self.assertIn(lease, self.call("RenewKv", of_lease(lease)))
+        elements = 3 * 2 * 2 * 2 * 16  # tokens, layers, heads, K and V, head_dim
+        self.assertGreater(len(self.call("FetchKv", of_lease(lease))), elements)
+        before = self.statistic("cluster.meshfill.upstream_rq_total")
+        self.assertEqual(self.call("Prefill", prefill("late")), b"")
+        self.assertGreater(self.statistic("cluster.meshfill.upstream_rq_total"), before)  # the server refuses it
+        self.call("ReleaseKv", of_lease(lease))
+        self.assertEqual(self.server.wait(), 0)
 
     def test_a_server_that_is_gone_is_said_at_once(self):
         self.server.stop()
