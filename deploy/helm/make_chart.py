@@ -182,6 +182,7 @@ def only_with(condition, items, name):
 def front_end(documents):
     workload = find(documents, "Deployment", "-front-end")
     spec, container = pod_of(workload, "frontEnd")
+    workload["spec"]["progressDeadlineSeconds"] = Value("{{ .Values.frontEnd.progressDeadlineSeconds }}")
     only_with(WORKERS, container["ports"], "control")
     cache = {"name": "cache", "emptyDir": {"sizeLimit": "16Mi"}}
     container["volumeMounts"].insert(-1, If(f"not {WORKERS}", {"name": "cache", "mountPath": "/var/cache/meshfill"}))

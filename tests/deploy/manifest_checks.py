@@ -1,6 +1,7 @@
 """What is checked of rendered manifests: each function yields what is wrong with them."""
 import ast
 import json
+import math
 import os
 import pathlib
 import re
@@ -17,6 +18,7 @@ VOLUME_KINDS = {"configMap", "downwardAPI", "emptyDir", "ephemeral", "image", "p
 PROBES = {"startupProbe": "/healthz", "livenessProbe": "/healthz", "readinessProbe": "/readyz"}  # and what they ask
 PATIENCE_SECONDS = 5  # of one probe: health answers in 2 ms, and late where the CPU limit holds the process back
 OUTAGE_SECONDS = 60  # a container that answers no probe for less is not restarted
+LOAD_SECONDS = 1800  # the model's fetch and load, after the last pod has drained
 APPLIED_BYTES = 262144  # kubectl apply keeps an object in an annotation of its own, which is bounded
 
 
@@ -129,6 +131,12 @@ def ports_of_services(documents):
             for each in of_kind(documents, "Service")}
 
 
+def progress_deadline(documents, name):
+    """Seconds after which a Deployment's rollout has failed; no other kind has one."""
+    deployment = next((each for each in of_kind(documents, "Deployment") if name_of(each) == name), None)
+    return deployment["spec"].get("progressDeadlineSeconds", 600) if deployment else math.inf
+
+
 def check_wiring(documents):
     """Ports, files, names and times: each says in two places what must be the same."""
     services = ports_of_services(documents)
@@ -152,6 +160,9 @@ def check_wiring(documents):
         if runs(container, "serve"):
             if pod["spec"]["terminationGracePeriodSeconds"] <= seconds(config.get("limits", {}).get("drain_timeout", "1h")):
                 yield f"{name}: is killed before limits.drain_timeout"
+        loads = progress_deadline(documents, name) - pod["spec"]["terminationGracePeriodSeconds"]
+        if loads < LOAD_SECONDS:
+            yield f"{name}: its rollout fails {loads} s after the last pod's drain"
         mounts = [mount["mountPath"] for mount in container["volumeMounts"]]
         tls = config.get("pool", {}).get("tls", {})
         for file in [config["model"]["path"], *(tls.get(key) for key in ("cert", "key", "ca"))]:
