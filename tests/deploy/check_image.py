@@ -18,7 +18,7 @@ DEPLOY = ROOT / "deploy"
 MIRROR = os.environ.get("MESHFILL_MIRROR", "http://deb.debian.org/debian")
 CUDA_HOME = os.environ.get("MESHFILL_CUDA_HOME")
 ARGUMENTS = {"GRPC": os.environ.get("MESHFILL_GRPC", "")}
-SEED_PACKAGES = "ca-certificates"
+SEED_PACKAGES = "ca-certificates"  # for mirrors of https; what they bring is purged where the image that runs begins
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 IGNORED = ("EXPOSE", "HEALTHCHECK")
 
@@ -130,6 +130,8 @@ class Image:
             origin = self.stages.get(source, self.base)
             subprocess.run(["cp", "-a", origin.root, root], check=True)
             self.stage = Stage(root, origin)
+            if name == "runtime":
+                self.stage.run(f"apt-get purge -y -qq {SEED_PACKAGES} openssl >/dev/null; rm -rf /etc/ssl/certs")
         if CUDA_HOME and "cuda" in name:
             self.stage.mounts["/usr/local/cuda"] = CUDA_HOME
         self.stages[name] = self.stage
@@ -199,6 +201,7 @@ def main():
         out = final.run(f"{meshfill} make-model --arch llama --out /tmp/model >/dev/null; "
                         f"echo 1 2 3 4 5 | {meshfill} prefill --config {config} --set model.path=/tmp/model --tokens - --json",
                         user=final.user)
+        final.run("test -s /etc/ssl/certs/ca-certificates.crt", user=final.user)  # https, and --tls without --ca
         print(f"as {final.user}: first token {json.loads(out)['first_token']}, plan {json.loads(out)['plan']}")
         packages = json.loads((image.stages[bill].root / "meshfill.spdx.json").read_text())["packages"]
         size = subprocess.run(["du", "-sxm", final.root], check=True, capture_output=True, text=True).stdout.split()[0]
