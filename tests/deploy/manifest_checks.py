@@ -157,9 +157,8 @@ def check_wiring(documents):
             found = container.get(probe, {}).get("httpGet", {})
             if found.get("path") != wanted or not str(metrics).endswith(f":{numbers.get(found.get('port'))}"):
                 yield f"{name}: {probe} does not ask {wanted} where metrics are served"
-        if runs(container, "serve"):
-            if pod["spec"]["terminationGracePeriodSeconds"] <= seconds(config.get("limits", {}).get("drain_timeout", "1h")):
-                yield f"{name}: is killed before limits.drain_timeout"
+        if pod["spec"]["terminationGracePeriodSeconds"] <= seconds(config.get("limits", {}).get("drain_timeout", "1h")):
+            yield f"{name}: is killed before limits.drain_timeout"
         loads = progress_deadline(documents, name) - pod["spec"]["terminationGracePeriodSeconds"]
         if loads < LOAD_SECONDS:
             yield f"{name}: its rollout fails {loads} s after the last pod's drain"

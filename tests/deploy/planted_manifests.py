@@ -87,6 +87,7 @@ def planted():
     yield change("an image without version", BASE, *FRONT_END, lambda d: first(d).update(image="meshfill"))
     yield change("another port", BASE, *FRONT_END, lambda d: first(d)["ports"][0].update(containerPort=50050))
     yield change("a short grace period", BASE, *FRONT_END, lambda d: pod(d).update(terminationGracePeriodSeconds=30))
+    yield change("a short grace period of workers", BASE, *WORKER, lambda d: pod(d).update(terminationGracePeriodSeconds=130))
     yield change("a rollout that fails while the last pod drains", BASE, *FRONT_END,
                  lambda d: d["spec"].pop("progressDeadlineSeconds"))
     yield change("readiness of the process alone", BASE, *FRONT_END,
