@@ -239,6 +239,8 @@ def network_policies(documents):
             if rule.get("ports") == [{"port": "metrics"}]:
                 space = rule["from"][0]["namespaceSelector"]["matchLabels"]
                 space["kubernetes.io/metadata.name"] = Value("{{ .Values.monitoring.namespace }}")
+        if name == "-front-end":
+            policy["spec"]["egress"].append(More(".Values.frontEnd.egress"))
         made += document(policy, WORKERS if name == "-worker" else None)
     return made
 

@@ -3,6 +3,7 @@
 check_kubernetes.py calls it.
 """
 import copy
+import json
 import pathlib
 import re
 import shutil
@@ -112,6 +113,12 @@ def check_chart():
         yield from (f"{overlay} as {OTHER[0]}: {each}" for each in problems(documents, NEWEST))
     documents, error = helm(CHART, [], options=["--set", "model.image=registry.example.com/q:1"])
     yield from ([error] if error else (f"with the model as an image: {each}" for each in problems(documents, NEWEST)))
+    rule = {"to": [{"podSelector": {"matchLabels": {"app": "collector"}}}], "ports": [{"port": 4318}]}
+    documents, error = helm(CHART, [], options=["--set-json", f"frontEnd.egress={json.dumps([rule])}"])
+    yield from ([error] if error else (f"with a rule of egress: {each}" for each in problems(documents, NEWEST)))
+    policies = {each["metadata"]["name"]: each["spec"]["egress"] for each in documents if each["kind"] == "NetworkPolicy"}
+    if [name for name, rules in policies.items() if rule in rules] != ["meshfill-front-end"]:
+        yield "frontEnd.egress is no rule of the front-end's NetworkPolicy alone"
     url = "https://git.example.com/meshfill"
     documents, _ = helm(CHART, [], options=["--set", f"monitoring.documentation={url}"])
     runbooks = [rule["annotations"]["runbook_url"] for each in documents if each["kind"] == "PrometheusRule"

@@ -65,6 +65,18 @@ def check_own_overlays():
             yield f"{overlay} with the model as an image: {images}"
 
 
+def check_documented_egress():
+    """The patch of docs/operating.md lets the front-end, and nothing else, go to the collector."""
+    block = re.search(r"^    patches:\n((?:    .*\n)+)", (ROOT / "docs/operating.md").read_text(), re.M)[0]
+    for overlay in ("base", "overlays/h100x8"):
+        documents = own_overlay([f"resources: [KUBERNETES/{overlay}]", *textwrap.dedent(block).split("\n")])
+        yield from problems(documents, NEWEST)
+        found = [document["metadata"]["name"] for document in documents if document["kind"] == "NetworkPolicy"
+                 for rule in document["spec"]["egress"] if rule.get("ports") == [{"port": 4318}]]
+        if found != ["meshfill-front-end"]:
+            yield f"{overlay}: {found} may go to the collector"
+
+
 def documented_overlay():
     """The lines of the overlay of one's own in docs/operating.md."""
     block = re.search(r"^    # kustomization.yaml\n((?:    .*\n)+)", (ROOT / "docs/operating.md").read_text(), re.M)[1]
@@ -104,6 +116,7 @@ def main():
         failed |= report(f"{folder.relative_to(DEPLOY)}: {len(documents)} objects", found)
     failed |= report("overlays of one's own", [*check_own_overlays()])
     failed |= report("the overlay of docs/operating.md", [*check_documented_overlay(documented_overlay())])
+    failed |= report("the egress of docs/operating.md", [*check_documented_egress()])
     failed |= report(f"helm/meshfill, with {len(check_chart.pairs())} sets of values", [*check_chart.check_chart()])
     for what, documents in check_chart.rendered() if MESHFILL else []:
         failed |= report(f"{what}, given to the binary", [*check_with_binary(documents)])
