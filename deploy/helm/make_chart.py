@@ -213,6 +213,7 @@ def model(documents):
     claim["spec"] = {"accessModes": Tree(".Values.model.claim.accessModes"),
                      "storageClassName": If(class_name, Value(f"{{{{ {class_name} }}}}")),
                      "resources": {"requests": {"storage": Value("{{ .Values.model.claim.size }}")}}}
+    claim["metadata"]["annotations"] = {"helm.sh/resource-policy": "keep"}  # what it holds took hours to fetch
     container, = job["spec"]["template"]["spec"]["containers"]
     for name in ("repository", "revision"):
         variable = container["env"][at(container["env"], f"MODEL_{name.upper()}")]

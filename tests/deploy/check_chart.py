@@ -13,7 +13,7 @@ import tempfile
 
 import yaml
 from manifest_checks import NEWEST, problems
-from manifests import DEPLOY, KUBERNETES, WORKLOADS, name_of, render
+from manifests import DEPLOY, KUBERNETES, WORKLOADS, name_of, of_kind, render
 
 CHART, VALUES = DEPLOY / "helm/meshfill", DEPLOY / "helm/values"
 RELEASE, OTHER = ("meshfill", "meshfill"), ("pool-7", "elsewhere")  # of Kustomize's names, and others: (name, namespace)
@@ -38,7 +38,7 @@ def plain(value, key=""):
     """Without what only one of both has: namespaces, hashes, the release's label, what is empty; lists of names in order."""
     if isinstance(value, dict):
         made = {name: plain(each, name) for name, each in value.items()}
-        for name in ("namespace", "checksum/config", "app.kubernetes.io/instance"):
+        for name in ("namespace", "checksum/config", "app.kubernetes.io/instance", "helm.sh/resource-policy"):
             made.pop(name, None)
         if made.get("imagePullPolicy") == "IfNotPresent":  # Kubernetes' own default for images with a version
             del made["imagePullPolicy"]
@@ -111,6 +111,8 @@ def check_chart():
         if error:
             yield f"{overlay} as {OTHER[0]}: {error}"
         yield from (f"{overlay} as {OTHER[0]}: {each}" for each in problems(documents, NEWEST))
+        yield from (f"{overlay}: helm uninstall deletes {name_of(each)}" for each in of_kind(documents, "PersistentVolumeClaim")
+                    if each["metadata"].get("annotations", {}).get("helm.sh/resource-policy") != "keep")
     documents, error = helm(CHART, [], options=["--set", "model.image=registry.example.com/q:1"])
     yield from ([error] if error else (f"with the model as an image: {each}" for each in problems(documents, NEWEST)))
     rule = {"to": [{"podSelector": {"matchLabels": {"app": "collector"}}}], "ports": [{"port": 4318}]}
