@@ -65,6 +65,7 @@ class Client:
         self._tokenizer = TextTokenizer(tokenizer) if tokenizer is not None else None
         self._mutex = threading.Lock()
         self._channels: Dict[str, grpc.Channel] = {}  # guarded by _mutex; by address
+        self._closed = threading.Event()
         self._stub = self._stub_of(address)
 
     @property
@@ -72,6 +73,7 @@ class Client:
         return self._tokenizer
 
     def close(self) -> None:
+        self._closed.set()
         with self._mutex:
             channels, self._channels = list(self._channels.values()), {}
         for channel in channels:
@@ -306,7 +308,7 @@ class Client:
 
     def _fetch(self, address: str, cursor: FetchCursor, timeout: Optional[float]) -> "KvFetch":
         metadata = self._connection.call_metadata(self._book.tenant_of(cursor.lease))
-        return KvFetch(self._stub_of(address), address, cursor, timeout, metadata)
+        return KvFetch(self._stub_of(address), address, cursor, timeout, metadata, self._closed)
 
 
 class PrefillCall:
@@ -336,13 +338,17 @@ class PrefillCall:
 class KvFetch:
     """A fetch under way: an iterator of KvPart for one thread. Any thread may cancel it."""
 
-    def __init__(self, stub, address: str, cursor: FetchCursor, timeout: Optional[float], metadata):
+    def __init__(
+        self, stub, address: str, cursor: FetchCursor, timeout: Optional[float], metadata, closed: threading.Event
+    ):
+        """closed: of the client, whose end cancels all calls."""
         self._stub = stub
         self._address = address
         self._cursor = cursor
         self._deadline = _deadline(timeout)
         self._metadata = metadata
         self._cancelled = threading.Event()
+        self._closed = closed
         self._call = None
         self._parts = self._read()
 
@@ -378,6 +384,8 @@ class KvFetch:
                 failure = error
             finally:
                 call.cancel()
+            if isinstance(failure, CancelledError) and (self._cancelled.is_set() or self._closed.is_set()):
+                raise failure  # by this side; the server cancels fetches that stand still
             delay, left = cursor.retry_delay(failure), _left(self._deadline)
             if left is not None and left <= delay:
                 raise failure

@@ -135,9 +135,10 @@ def _retry_after(error: grpc.RpcError) -> Optional[float]:
 def is_retryable(error: MeshfillError) -> bool:
     """Whether the rest of a KV fetch may be asked for again after this error.
 
-    UNAVAILABLE: the connection or a holder was lost. DATA_LOSS: a part was damaged. INTERNAL only where gRPC itself says
-    that the stream was reset. Everything else would fail again.
+    UNAVAILABLE: the connection or a holder was lost. DATA_LOSS: a part was damaged. CANCELLED: the server ended a fetch
+    whose reader stood still for limits.result_timeout, and its lease may live; the clients ask nothing of those that they
+    cancel themselves. INTERNAL only where gRPC itself says that the stream was reset. Everything else would fail again.
     """
-    if error.code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DATA_LOSS):
+    if error.code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DATA_LOSS, grpc.StatusCode.CANCELLED):
         return True
     return error.code == grpc.StatusCode.INTERNAL and "RST_STREAM" in error.message

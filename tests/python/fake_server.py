@@ -101,6 +101,7 @@ class Faults:
     result_seconds: float = 0.0  # between the last layer's K and V and the result
     die_after_layers: Optional[int] = None  # the prefill then ends UNAVAILABLE, its lease is lost
     break_after_parts: List[int] = field(default_factory=list)  # a fetch ends UNAVAILABLE after so many parts
+    cancel_after_parts: List[int] = field(default_factory=list)  # a fetch ends CANCELLED, as one whose reader stood still
     end_after_parts: List[int] = field(default_factory=list)  # a fetch ends well, too early
     corrupt_part: List[int] = field(default_factory=list)  # a bit of this part of a fetch is flipped
     always_corrupt: bool = False  # every part
@@ -297,6 +298,7 @@ class FakeServer(prefill_pb2_grpc.PrefillServiceServicer):
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, "not whole pages")
         faults = self.faults
         break_after = faults.break_after_parts.pop(0) if faults.break_after_parts else -1
+        cancel_after = faults.cancel_after_parts.pop(0) if faults.cancel_after_parts else -1
         end_after = faults.end_after_parts.pop(0) if faults.end_after_parts else -1
         corrupt = faults.corrupt_part.pop(0) if faults.corrupt_part else -1
         step = self._part_tokens
@@ -308,6 +310,8 @@ class FakeServer(prefill_pb2_grpc.PrefillServiceServicer):
             for first, end in self._parts(request.first_token, request.first_token + tokens, step):
                 if sent == break_after:
                     context.abort(grpc.StatusCode.UNAVAILABLE, "holder h2 died")
+                if sent == cancel_after:
+                    context.abort(grpc.StatusCode.CANCELLED, "its reader stood still for longer than limits.result_timeout")
                 if sent == end_after:
                     return
                 time.sleep(faults.part_seconds)

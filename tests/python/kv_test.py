@@ -153,6 +153,24 @@ class FetchTest(ServerTest):
         self.assertEqual((asked[1].first_layer, asked[1].first_token, asked[1].layers), (1, 100, 1))
         self.assertGreaterEqual(len(asked), 5)
 
+    def test_a_fetch_that_stood_still_is_resumed(self):
+        self.server.faults = Faults(cancel_after_parts=[9, 3])
+        self.check_tokens(self.client.fetch_kv_arrays(self.manifest))
+        asked = [request for name, request in self.server.calls if name == "FetchKv"]
+        self.assertEqual((len(asked), asked[1].first_layer, asked[1].first_token), (4, 1, 100))
+
+    def test_a_fetch_that_this_side_ends_is_not_asked_for_again(self):
+        self.server.faults = Faults(part_seconds=0.05)
+        for end in ("cancel", "close"):
+            client = self.connect(self.server)
+            before = self.server.count("FetchKv")
+            fetch = client.fetch_kv(self.manifest)
+            next(fetch)
+            (fetch.cancel if end == "cancel" else client.close)()
+            with self.subTest(end=end), self.assertRaises(meshfill.CancelledError):
+                list(fetch)
+            self.assertEqual(self.server.count("FetchKv"), before + 1)
+
     def test_pages_are_resumed_too(self):
         self.server.faults = Faults(break_after_parts=[2, 1], corrupt_part=[-1, -1, 0])
         arrays = self.client.fetch_kv_arrays(self.manifest, layout="pages_hnd", page_tokens=16)
@@ -429,6 +447,10 @@ class AsyncTest(unittest.TestCase):
                     await asyncio.sleep(1.3)
                     parts = [part async for part in client.fetch_kv(lease, first_layer=2, layers=1)]
                     self.assertEqual({part.layer for part in parts}, {2})
+                    server.faults = Faults(cancel_after_parts=[3, 0])
+                    before = server.count("FetchKv")
+                    self.assertEqual(len([part async for part in client.fetch_kv(lease)]), 4 * 4)
+                    self.assertEqual(server.count("FetchKv"), before + 4)
                 self.assertEqual(server.leases, {})
                 with self.assertRaises(meshfill.NotFoundError):
                     await client.renew_kv(result.kv)
