@@ -3,8 +3,8 @@
 import logging
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
-from typing import Callable, Dict, Iterable, Iterator, Optional, Tuple, Union
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from typing import Callable, Dict, Iterable, Iterator, List, Optional, Tuple, Union
 
 import grpc
 
@@ -272,7 +272,7 @@ class Client:
         """All of a range as one array each for K and V, or for the pages; options as in fetch_kv.
 
         from_holders: where the manifest has the addresses of all holders, each is read directly, all at once. What a
-        holder fails to give comes from the front-end.
+        holder fails to give comes from the front-end. An exception, KeyboardInterrupt included, ends all of it at once.
         """
         fetched = make_range(shape_of(lease, shape, self._book), **what)
         arrays = KvArrays.empty(fetched)
@@ -285,25 +285,36 @@ class Client:
                 arrays.store(part)
             return arrays
 
+        fetches = _Fetches()
+
         def fetch_share(share: holders.HolderShare) -> None:
             cursor = FetchCursor(name, share.range, attempts=2, runs=list(share.runs))
             try:
-                for part in self._fetch(share.address, cursor, _left(deadline)):
+                for part in fetches.begin(self._fetch(share.address, cursor, _left(deadline))):
                     arrays.store(part, share.range.first_head)
                 return
             except DeadlineExceededError:
                 raise
             except MeshfillError as error:
+                if fetches.cancelled:
+                    raise
                 _log.warning("%s; the front-end gives the rest of this holder's KV", error)
             if cursor.done:
                 return
             rest = rest_of(share.range, cursor)
-            for part in self._fetch(self.address, FetchCursor(name, rest, attempts=attempts), _left(deadline)):
+            last = FetchCursor(name, rest, attempts=attempts)
+            for part in fetches.begin(self._fetch(self.address, last, _left(deadline))):
                 arrays.store(part, rest.first_head)
 
-        with ThreadPoolExecutor(min(len(shares), _HOLDER_CALLS)) as threads:
-            for done in [threads.submit(fetch_share, share) for share in shares]:
+        threads = ThreadPoolExecutor(min(len(shares), _HOLDER_CALLS))
+        try:
+            for done in as_completed([threads.submit(fetch_share, share) for share in shares]):
                 done.result()
+        except BaseException:
+            fetches.cancel()
+            raise
+        finally:
+            threads.shutdown(cancel_futures=True)
         return arrays
 
     def _fetch(self, address: str, cursor: FetchCursor, timeout: Optional[float]) -> "KvFetch":
@@ -391,6 +402,36 @@ class KvFetch:
                 raise failure
             if self._cancelled.wait(delay):
                 raise CancelledError("the fetch was cancelled")
+
+
+class _Fetches:
+    """The fetches of one call, each in a thread of its own, which end together."""
+
+    def __init__(self):
+        self._mutex = threading.Lock()
+        self._begun: List[KvFetch] = []  # guarded by _mutex
+        self._cancelled = False  # guarded by _mutex
+
+    @property
+    def cancelled(self) -> bool:
+        with self._mutex:
+            return self._cancelled
+
+    def begin(self, fetch: KvFetch) -> KvFetch:
+        """The same fetch; cancelled where the others are."""
+        with self._mutex:
+            self._begun.append(fetch)
+            cancelled = self._cancelled
+        if cancelled:
+            fetch.cancel()
+        return fetch
+
+    def cancel(self) -> None:
+        with self._mutex:
+            self._cancelled = True
+            begun = list(self._begun)
+        for fetch in begun:
+            fetch.cancel()
 
 
 class Lease:

@@ -106,6 +106,7 @@ class Faults:
     corrupt_part: List[int] = field(default_factory=list)  # a bit of this part of a fetch is flipped
     always_corrupt: bool = False  # every part
     part_seconds: float = 0.0  # before each part of a fetch
+    refuse_fetches: bool = False  # NOT_FOUND
     no_lease: bool = False  # as a server without KV
 
 
@@ -275,6 +276,8 @@ class FakeServer(prefill_pb2_grpc.PrefillServiceServicer):
 
     def FetchKv(self, request, context):
         self._check(context, "FetchKv", request)
+        if self.faults.refuse_fetches:
+            context.abort(grpc.StatusCode.NOT_FOUND, f"lease {request.lease} is unknown or has lapsed")
         with self.changed:
             lease = self._lease(context, request.lease)
         source = lease.source

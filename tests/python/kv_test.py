@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import signal
 import threading
 import time
 import unittest
@@ -366,6 +367,29 @@ class HoldersTest(ServerTest):
         holders[2].stop()
         with self.assertLogs("meshfill", "WARNING"):
             self.check(client.fetch_kv_arrays(manifest), 0, 1000)
+
+    def test_a_share_that_fails_ends_the_others_at_once(self):
+        server, client, holders, manifest = self.make()
+        server.faults = Faults(refuse_fetches=True)
+        holders[2].stop()
+        for holder in holders[:2]:
+            holder.faults = Faults(part_seconds=1)
+        begin = time.monotonic()
+        with self.assertLogs("meshfill", "WARNING") as logs, self.assertRaises(meshfill.NotFoundError):
+            client.fetch_kv_arrays(manifest)
+        self.assertLess(time.monotonic() - begin, 8)  # the others would take 20 s
+        self.assertEqual(len(logs.records), 1)  # they do not turn to the front-end
+
+    def test_an_interrupt_ends_all_shares_at_once(self):
+        _, client, holders, manifest = self.make()
+        for holder in holders:
+            holder.faults = Faults(part_seconds=1)
+        timer = threading.Timer(0.5, signal.pthread_kill, (threading.get_ident(), signal.SIGINT))
+        begin = time.monotonic()
+        timer.start()
+        with self.assertRaises(KeyboardInterrupt):
+            client.fetch_kv_arrays(manifest)
+        self.assertLess(time.monotonic() - begin, 8)
 
     def test_runs(self):
         holder = KvHolder("h", 0, 4, 0, 4, 64, 64, 192)
