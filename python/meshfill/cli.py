@@ -171,7 +171,11 @@ def _plan(arguments) -> str:
     with _client(arguments) as client:
         plan = client.plan(arguments.tokens, **_shape(arguments))
     if arguments.json:
-        return json.dumps(dataclasses.asdict(plan))
+        value = dataclasses.asdict(plan)
+        for step in value["steps"]:
+            if step["spans"] == 1:
+                del step["spans"]  # as `meshfill plan --json` has it
+        return json.dumps(value)
     chosen = plan.plan
     return "\n".join(
         [

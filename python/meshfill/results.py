@@ -218,7 +218,7 @@ class Prediction:
     comm_bytes: CommBytes
     peak_bytes: int  # of all ranks: activations and weights
     weight_bytes: int  # of peak_bytes: weights
-    weight_seconds: float  # of seconds: what weights that stream from the model's files add
+    weight_seconds: float  # of seconds: what weights that are streamed or sharded add
 
     @classmethod
     def from_proto(cls, message) -> "Prediction":
@@ -239,6 +239,12 @@ class Step:
 
     comm: str  # q, kv, o or none
     blocks: Tuple[Tuple[int, int], ...]
+    spans: int = 1  # steps until the communication has ended, this one included
+
+    @classmethod
+    def from_proto(cls, message) -> "Step":
+        blocks = tuple((block.u, block.v) for block in message.blocks)
+        return cls(comm=message.comm, blocks=blocks, spans=max(1, message.spans))
 
 
 @dataclass(frozen=True)
@@ -261,13 +267,13 @@ class Plan:
     steps: Tuple[Step, ...]
     predicted: Prediction
     candidates: Tuple[Candidate, ...]  # best first
-    weights: str = ""  # where they are: resident or streamed
+    weights: str = ""  # where they are: resident, streamed or sharded
 
     @classmethod
     def from_proto(cls, message) -> "Plan":
         return cls(
             plan=PlanSummary.from_proto(message.plan),
-            steps=tuple(Step(step.comm, tuple((block.u, block.v) for block in step.blocks)) for step in message.steps),
+            steps=tuple(Step.from_proto(step) for step in message.steps),
             predicted=Prediction.from_proto(message.predicted),
             candidates=tuple(
                 Candidate(

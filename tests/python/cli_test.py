@@ -85,6 +85,9 @@ class CliTest(ServerTest):
     def test_plan_pool_and_cancel(self):
         server = self.serve()
         self.assertIn("2 x 2", self.run_cli("plan", "--server", server.address, "--tokens", "1000"))
+        plan = json.loads(self.run_cli("plan", "--server", server.address, "--tokens", "1000", "--json"))
+        steps = [{"comm": "kv", "blocks": [[0, 1]]}, {"comm": "q", "blocks": [[1, 1]], "spans": 2}]
+        self.assertEqual(plan["steps"], steps)
         self.assertEqual(json.loads(self.run_cli("pool", "--server", server.address, "--json"))["ranks"], 4)
         self.assertIn("not live", self.run_cli("cancel", "--server", server.address, "gone", status=2))
 

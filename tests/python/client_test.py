@@ -12,6 +12,7 @@ import meshfill
 from fake_server import Faults
 from fixtures import ServerTest, wait_until
 from meshfill.messages import CHUNK_TOKENS, prefill_requests, token_array
+from meshfill.results import Step
 from meshfill.stubs import pb
 
 
@@ -129,7 +130,7 @@ class PrefillTest(ServerTest):
         _, client = self.pair()
         plan = client.plan(20_000, tile=(2, 2))
         self.assertEqual((plan.plan.layout, plan.plan.ranks, plan.predicted.seconds), ("striped", 4, 2.0))
-        self.assertEqual(plan.steps[0].blocks, ((0, 1),))
+        self.assertEqual(plan.steps, (Step("kv", ((0, 1),)), Step("q", ((1, 1),), spans=2)))
         self.assertEqual(plan.candidates[0].layout, "zigzag")
         pool = client.pool()
         self.assertEqual((pool.state, pool.model, pool.workers[0].first_rank), ("ready", "fake", -1))

@@ -400,6 +400,7 @@ class FakeServer(prefill_pb2_grpc.PrefillServiceServicer):
         self._check(context, "Plan", request)
         reply = pb.PlanReply(plan=pb.PlanSummary(ranks=4, heads=1, a=2, b=2, layout=pb.LAYOUT_STRIPED, stripe=64))
         reply.steps.add(comm="kv").blocks.add(u=0, v=1)
+        reply.steps.add(comm="q", spans=2).blocks.add(u=1, v=1)
         reply.predicted.seconds = request.token_count / 1e4
         reply.candidates.add(a=2, b=2, heads=1, ranks=4, layout=pb.LAYOUT_ZIGZAG)
         return reply
