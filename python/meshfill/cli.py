@@ -6,6 +6,7 @@ Exit status: 0 done, 1 failed, 2 bad usage or input. Every error is one line on 
 import argparse
 import dataclasses
 import json
+import os
 import sys
 import time
 from typing import List, Optional
@@ -13,6 +14,7 @@ from typing import List, Optional
 from .client import Client
 from .errors import AlreadyExistsError, InvalidArgumentError, MeshfillError, NotFoundError, OutOfRangeError
 
+_TOKEN_VARIABLE = "MESHFILL_TOKEN"
 _BAD_INPUT = (InvalidArgumentError, OutOfRangeError, NotFoundError, AlreadyExistsError)
 
 
@@ -37,7 +39,7 @@ def _parser() -> argparse.ArgumentParser:
     server.add_argument("--cert", metavar="FILE", help="client certificate, PEM; with --key")
     server.add_argument("--key", metavar="FILE", help="its private key, PEM")
     server.add_argument("--server-name", metavar="NAME", help="name in the server's certificate (default: the host)")
-    server.add_argument("--token-file", metavar="FILE", help="file of the bearer token")
+    server.add_argument("--token-file", metavar="FILE", help=f"file of the bearer token (default: ${_TOKEN_VARIABLE})")
     server.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     shape = _Parser(add_help=False)
     shape.add_argument("--tile", metavar="AxB", help="Q chunks by KV chunks of a rank (default: the planner's choice)")
@@ -93,7 +95,7 @@ def _read_ids(path: str) -> List[int]:
 
 
 def _client(arguments, tokenizer: Optional[str] = None) -> Client:
-    token = _read(arguments.token_file).strip() if arguments.token_file else None
+    token = (_read(arguments.token_file) if arguments.token_file else os.environ.get(_TOKEN_VARIABLE, "")).strip()
     return Client(
         arguments.server,
         tls=arguments.tls,
@@ -101,7 +103,7 @@ def _client(arguments, tokenizer: Optional[str] = None) -> Client:
         client_certificate=arguments.cert,
         client_key=arguments.key,
         server_name=arguments.server_name,
-        token=token,
+        token=token or None,
         timeout=arguments.timeout,
         tokenizer=tokenizer,
         tenant=getattr(arguments, "tenant", ""),

@@ -26,9 +26,10 @@ TOKENIZER = {
 
 
 class CliTest(ServerTest):
-    def run_cli(self, *arguments, status=0, stdin=""):
+    def run_cli(self, *arguments, status=0, stdin="", **environment):
         command = [sys.executable, "-m", "meshfill", *arguments]
-        done = subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=60)
+        environment = {**os.environ, **environment}
+        done = subprocess.run(command, input=stdin, env=environment, capture_output=True, text=True, timeout=60)
         self.assertEqual(done.returncode, status, done.stderr)
         if status:
             self.assertEqual(done.stdout, "")
@@ -90,6 +91,17 @@ class CliTest(ServerTest):
         self.assertEqual(plan["steps"], steps)
         self.assertEqual(json.loads(self.run_cli("pool", "--server", server.address, "--json"))["ranks"], 4)
         self.assertIn("not live", self.run_cli("cancel", "--server", server.address, "gone", status=2))
+
+    def test_the_token_is_of_a_file_or_of_the_environment(self):
+        server = self.serve(token="secret")
+        pool = ["pool", "--server", server.address]
+        file = os.path.join(self.folder, "token")
+        with open(file, "w") as out:
+            out.write("secret\n")
+        self.run_cli(*pool, "--token-file", file, MESHFILL_TOKEN="other")
+        self.run_cli(*pool, MESHFILL_TOKEN="secret")
+        for token in ("", "other"):
+            self.assertIn("no token, or a wrong one", self.run_cli(*pool, status=1, MESHFILL_TOKEN=token))
 
     def test_bad_usage_and_input_are_2_the_rest_1(self):
         server = self.serve()
