@@ -1,4 +1,7 @@
-"""The client for asyncio: the methods of meshfill.Client, as coroutines and asynchronous iterators."""
+"""The client for asyncio: the methods of meshfill.Client, as coroutines and asynchronous iterators.
+
+One differs: instead of start_prefill there is prefill_events, whose events are read with `async for`.
+"""
 
 import asyncio
 import logging
@@ -56,6 +59,10 @@ class Client:
         self._tokenizer = TextTokenizer(tokenizer) if tokenizer is not None else None
         self._channels: Dict[str, grpc.aio.Channel] = {}
         self._stub = self._stub_of(address)
+
+    @property
+    def tokenizer(self) -> Optional[TextTokenizer]:
+        return self._tokenizer
 
     async def close(self) -> None:
         channels, self._channels = list(self._channels.values()), {}

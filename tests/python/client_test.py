@@ -9,6 +9,7 @@ import grpc
 import numpy as np
 
 import meshfill
+import meshfill.aio
 from fake_server import Faults
 from fixtures import ServerTest, wait_until
 from meshfill.messages import CHUNK_TOKENS, prefill_requests, token_array
@@ -137,6 +138,14 @@ class PrefillTest(ServerTest):
         (request,) = pool.requests
         self.assertEqual((request.id, request.tenant, request.phase), ("long", "team", "paused"))
         self.assertEqual((request.tokens, request.layers_done), (65536, 3))
+
+
+class AsyncClientTest(unittest.TestCase):
+    def test_it_has_what_the_blocking_one_has_but_start_prefill(self):
+        def public(cls):
+            return {name for name in vars(cls) if not name.startswith("_")}
+
+        self.assertEqual(public(meshfill.Client) - {"start_prefill"}, public(meshfill.aio.Client) - {"prefill_events"})
 
 
 class ConnectionTest(ServerTest):
