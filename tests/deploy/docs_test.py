@@ -247,6 +247,20 @@ class DocsTest(unittest.TestCase):
                 self.assertEqual(len(re.findall(rf"^          {annotation}: \S", alert, re.M)), 1, f"{name}: {annotation}")
             self.assertRegex(alert, rf"runbook_url: https://\S+#{name.lower()}\n", name)
 
+    def test_alerts_name_the_row_that_shows_what_they_ask_for(self):
+        rows = []
+        for panel in json.loads(read("deploy/grafana/meshfill.json"))["panels"]:
+            if panel["type"] == "row":
+                rows.append("")
+            rows[-1] += json.dumps(panel.get("targets", []))
+        alerts = re.findall(r"- alert: (\w+)\n((?: {8}.*\n)+)", read("deploy/prometheus/alerts.yml"))
+        named = [(name, text) for name, text in alerts if "dashboard's" in text]
+        self.assertNotEqual(named, [])
+        for name, text in named:
+            row = ("first", "second", "third", "fourth").index(re.search(r"dashboard's (\w+) row", text)[1])
+            metrics = re.findall(r"meshfill:(\w+):", text)
+            self.assertTrue(any(metric in rows[row] for metric in metrics), f"{name}: row {row + 1} has no {metrics}")
+
     def test_the_dashboard_keeps_the_rules_of_grafanas_linter(self):
         dashboard = json.loads(read("deploy/grafana/meshfill.json"))
         self.assertEqual(dashboard_lint.lint(dashboard, dashboard_lint.exclusions(ROOT / "deploy/grafana/.lint")), [])
