@@ -193,7 +193,7 @@ def rows():
                   "Prompt tokens of finished prefills, over 30 minutes."),
             graph("Memory", "bytes", [query(f"meshfill_peak_memory_bytes{{{POOL}}}", "largest so far {{instance}}"),
                                       query(f"meshfill_predicted_peak_bytes{{{POOL}}}", "memory of a plan {{instance}}")],
-                  "Resident in the front-end's process, and what the last plan took for a process's ranks."),
+                  "Resident in the front-end's process, and what the last plan predicted for activations and weights of all ranks."),
         ]),
         ("Who keeps K and V?", [
             graph("Kept K and V", "bytes", [query(f"meshfill_kv_bytes{{{POOL}}}", "kept or reserved {{instance}}"),

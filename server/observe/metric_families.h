@@ -212,7 +212,7 @@ class MetricFamilies {
       AddGauge("meshfill_peak_memory_bytes", "Largest resident memory of this process so far.").Add({});
   Gauge& predicted_peak_bytes =
       AddGauge("meshfill_predicted_peak_bytes",
-               "Of the last prefill: what the plan predicted for the activations of a process's ranks.")
+               "Of the last prefill: what the plan predicted for activations and weights of all ranks.")
           .Add({});
   Counter& epochs =
       AddCounter("meshfill_epochs_total",
