@@ -29,7 +29,6 @@ SSL_CTX* MakeContext() {
   SSL_CTX_set_options(context, SSL_OP_IGNORE_UNEXPECTED_EOF);
   SSL_CTX_set_mode(context, SSL_MODE_ENABLE_PARTIAL_WRITE | SSL_MODE_ACCEPT_MOVING_WRITE_BUFFER);
   SSL_CTX_set_session_cache_mode(context, SSL_SESS_CACHE_OFF);
-  SSL_CTX_set_read_ahead(context, 1);
   SSL_CTX_set_default_read_buffer_len(context, kReadAheadBytes);
   if (SSL_CTX_set_min_proto_version(context, TLS1_3_VERSION) == 1 &&
       SSL_CTX_set_ciphersuites(context, Ciphers()) == 1 && SSL_CTX_set_num_tickets(context, 0) == 1) {
@@ -119,7 +118,10 @@ TlsChannel::~TlsChannel() { SSL_free(ssl_); }
 
 TlsChannel::State TlsChannel::Handshake() {
   ERR_clear_error();
-  return StateOf(SSL_do_handshake(ssl_));
+  const State state = StateOf(SSL_do_handshake(ssl_));
+  // Not before: what the peer sent behind its handshake stays in the socket, whose events tell of it.
+  if (state == State::kDone) SSL_set_read_ahead(ssl_, 1);
+  return state;
 }
 
 TlsChannel::Moved TlsChannel::Write(const void* data, size_t bytes) {

@@ -57,6 +57,7 @@ class TlsChannel {
                                                           uint64_t bytes_per_key = kBytesPerKey);
   ~TlsChannel();
 
+  // Once it is done, nothing that was sent behind it is in the channel yet: the socket is readable.
   State Handshake();
   // After the handshake: at most `bytes` (above 0) from `data` or into it.
   Moved Write(const void* data, size_t bytes);

@@ -2,6 +2,7 @@
 #include "engine/comm/gloo/tls_channel.h"
 
 #include <fcntl.h>
+#include <poll.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -98,6 +99,20 @@ TEST(TlsChannel, CarriesBytesBothWaysThroughChangesOfKeys) {
       ASSERT_EQ(Carry(random, *pair.server, *pair.client, answer), answer) << "seed " << seed;
     }
   }
+}
+
+// Who waits for events of the socket would not hear of what the handshake had read along.
+TEST(TlsChannel, AHandshakeLeavesTheFirstMessageInTheSocket) {
+  Pair pair;
+  EXPECT_EQ(pair.client->Handshake(), State::kWantsRead);
+  EXPECT_EQ(pair.server->Handshake(), State::kWantsRead);
+  ASSERT_EQ(pair.client->Handshake(), State::kDone);
+  ASSERT_EQ(pair.client->Write("first", 5).bytes, 5u);
+  ASSERT_EQ(pair.server->Handshake(), State::kDone);
+  pollfd events = {.fd = pair.sockets[1].get(), .events = POLLIN, .revents = 0};
+  EXPECT_EQ(poll(&events, 1, /*timeout=*/0), 1);
+  char bytes[8];
+  EXPECT_EQ(pair.server->Read(bytes, sizeof(bytes)).bytes, 5u);
 }
 
 // A change of keys is a record of its own: seen on the wire, where a record begins with its length.
