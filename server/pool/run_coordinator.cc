@@ -353,6 +353,7 @@ void RunCoordinator::Cancel(absl::Time now) {
 
 // Everybody who takes part and is still in the pool must confirm.
 void RunCoordinator::BeginStopping(absl::Time now) {
+  stopped_still_ = StandsStill();
   phase_ = Phase::kStopping;
   deadline_ = now + options_.stop_timeout;
   unanswered_.clear();

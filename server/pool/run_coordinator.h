@@ -126,9 +126,10 @@ class RunCoordinator {
   bool Shares(const RunCoordinator& other) const;
   // Where in the prompt the run is, were it to end now, if words of its ranks take no longer than `delay`.
   PromptPlace PlaceOfEnd(absl::Time now, absl::Duration delay) const;
-  // Whether its ranks may have computed since then.
+  // Whether its ranks may have computed since then. What stood still when it was stopped computes no more.
   bool MayHaveComputed(absl::Time since) const {
-    return !pauses_.PausedSince(since) || !StandsStill() || (!messages_mix_ && still_since_ >= since);
+    const bool still = phase_ == Phase::kStopping ? stopped_still_ : StandsStill();
+    return !pauses_.PausedSince(since) || !still || (!messages_mix_ && still_since_ >= since);
   }
   int64_t reserved_bytes(Connection worker) const { return ReservedBytes(plan_, ranks(worker)); }
   // The worker's share of the weights, where the workers share them.
@@ -197,6 +198,7 @@ class RunCoordinator {
   uint64_t pause_number_ = 0;  // of the last one
   Halt halt_ = Halt::kStill;   // while it is paused
   absl::Time still_since_;
+  bool stopped_still_ = false;        // whether it stood still when it was stopped
   std::set<Connection> not_paused_;   // workers that have not answered what they were asked or told last
   uint64_t messages_begun_ = 0;       // by the furthest rank of those that have answered
   int weight_shares_ = 0;             // 0: they are not shared

@@ -148,6 +148,31 @@ TEST_F(LeaderBlameTest, LossesWhileItStoodStillDoNotCount) {
   ExpectAnswer(/*attempts=*/9);
 }
 
+// Its run stops while the worker that stays has not confirmed it.
+TEST_F(LeaderBlameTest, NorDoTheyBesideAWorkerThatStays) {
+  const Leader::Connection stays = ++last_worker_;
+  ASSERT_EQ(Join(stays, Offer("stays")), "");
+  Leader::Connection worker = ++last_worker_;
+  ASSERT_EQ(Join(worker, Offer("w2")), "");
+  Submit(std::vector<uint32_t>(200, 1));
+  for (int time = 0; time < 8; ++time) {
+    Prepare({stays, worker});
+    leader_.SetPaused(newest_, true, now_);
+    Pass(absl::Seconds(2), {stays, worker});
+    leader_.OnDisconnected(worker, now_);
+    leader_.SetPaused(newest_, false, now_);
+    worker = ++last_worker_;
+    ASSERT_EQ(Join(worker, Offer(absl::StrCat("w", worker))), "");
+    Stopped(stays);
+  }
+  Prepare({stays, worker});
+  RankDone(stays, 0, 0);
+  RankDone(worker, 1, kVocab);
+  ASSERT_EQ(answers_.size(), 1u);
+  ASSERT_TRUE(answers_[0].ok()) << answers_[0].status();
+  EXPECT_EQ(answers_[0]->attempts, 9);
+}
+
 TEST_F(LeaderBlameTest, SixAttemptsAreAllThatItGets) {
   Submit({1, 2, 3});
   for (const double layer : {3, 8, 13, 18, 23, 28}) {

@@ -141,6 +141,29 @@ TEST_F(TwoRunsLeaderTest, WhoeverComputedIsToBlameAndNotWhoStoodStill) {
   EXPECT_NEAR(answers_[1]->paused_seconds, 2, 0.1);
 }
 
+// The run that stood still is stopped first, and is not over when the other one is to blame.
+TEST_F(TwoRunsLeaderTest, WhoComputesBesideOneThatStandsStillIsAlone) {
+  for (const Leader::Connection lost : {2, 3}) {
+    SetPaused(first_ticket_, true);
+    Pass(absl::Seconds(2), {1, lost});
+    EXPECT_TRUE(answers_.empty());
+    const Leader::Connection next = lost + 1;
+    Join(next, Offer(absl::StrCat("w", next)));
+    leader_.OnDisconnected(lost, now_);
+    SetPaused(first_ticket_, false);
+    v1::WorkerMessage stopped = OfRun();
+    for (const uint64_t run : {first_, second_}) {
+      stopped.mutable_stopped()->set_run(run);
+      Say(1, stopped);
+    }
+    PrepareRun(first_ = leader_.run_of(first_ticket_), {1, next});
+    if (lost == 2) PrepareRun(second_ = leader_.run_of(ticket_), {1, next});
+  }
+  ASSERT_EQ(answers_.size(), 1u);
+  EXPECT_TRUE(absl::IsInternal(answers_[0].status())) << answers_[0].status();
+  EXPECT_NE(answers_[0].status().message().find("request r8 "), absl::string_view::npos);
+}
+
 TEST_F(TwoRunsLeaderTest, WhoeverStoodStillIsNoSuspect) {
   SetPaused(first_ticket_, true);
   Pass(absl::Seconds(2), {1, 2});
