@@ -181,7 +181,7 @@ void Leader::DropWorkers(const std::set<Connection>& connections, const std::str
 
 Leader::Ticket Leader::Submit(const Request& request, absl::Time now) {
   const Ticket ticket = ++last_ticket_;
-  live_.requests.emplace(ticket, LiveRequest{.request = request, .waiting_since = now});
+  live_.requests.emplace(ticket, LiveRequest{.request = request, .had_workers_at = now});
   StartWaiting(now);
   return ticket;
 }
@@ -207,7 +207,6 @@ void Leader::SetPaused(Ticket ticket, bool paused, absl::Time now) {
   LiveRequest* request = live_.Find(ticket);
   if (request == nullptr || request->pauses.paused() == paused) return;
   request->pauses.Set(paused, now);
-  request->waiting_since = now;
   StartWaiting(now);
 }
 
@@ -238,9 +237,11 @@ void Leader::AnswerRequest(Ticket ticket, absl::StatusOr<Result> result) {
 
 void Leader::RefuseOverdue(absl::Time now) {
   std::vector<Ticket> overdue;
-  for (const auto& [ticket, request] : live_.requests) {
-    const bool too_long = now - request.waiting_since >= options_.empty_timeout;
-    if (request.waits() && request.has_turn() && live_.runs.empty() && too_long) overdue.push_back(ticket);
+  for (auto& [ticket, request] : live_.requests) {
+    const bool lacks_workers = request.waits() && request.has_turn() && placer_.WorkersFor(request).empty();
+    if (!lacks_workers) request.had_workers_at = now;
+    const bool too_long = now - request.had_workers_at >= options_.empty_timeout;
+    if (lacks_workers && too_long) overdue.push_back(ticket);
   }
   for (Ticket ticket : overdue) {
     AnswerRequest(ticket,
@@ -248,6 +249,7 @@ void Leader::RefuseOverdue(absl::Time now) {
                                                       absl::FormatDuration(options_.empty_timeout),
                                                       "; start some, or try again later")));
   }
+  if (!overdue.empty()) StartWaiting(now);  // of those behind it, one may have workers that drain
 }
 
 // ---- Runs.
@@ -354,7 +356,6 @@ void Leader::Do(RunId run, RunCoordinator::Completed& completed, absl::Time now)
       if (!pieces.last()) {
         pieces.OnDone(*std::move(completed.result), std::move(kept));
         request->run = 0;
-        request->waiting_since = now;
         return;
       }
       completed.result = pieces.Finish(*std::move(completed.result));
@@ -393,7 +394,6 @@ void Leader::EndEpoch(RunId number, const std::string& why, absl::Time now) {
   run.Abort(why, now);
   kv_.OnRunFailed(number, why);
   if (request != nullptr) {
-    request->waiting_since = now;
     request->new_attempt = true;
     if (run.MayHaveComputed(now - options_.silence_timeout)) ++request->losses;
     placer_.KeepPieces(*request);

@@ -34,8 +34,8 @@ struct PoolRequest {
 
 struct LiveRequest {
   PoolRequest request;
-  RunId run = 0;  // 0: it waits
-  absl::Time waiting_since;
+  RunId run = 0;                       // 0: it waits
+  absl::Time had_workers_at;           // when it last ran, stood still, or had workers to run on
   std::optional<PromptPieces> pieces;  // none: its prompt is whole, or no piece is begun
   bool new_attempt = true;             // its next run begins one
   int attempts = 0;

@@ -153,5 +153,31 @@ TEST_F(SubmeshesLeaderTest, TakeTheNextOneWhereTheFirstHasNoRoom) {
   EXPECT_EQ(PrepareOf(1, leader_.run_of(other)), nullptr);
 }
 
+// The worker that it would have gone on with drains: it is there for the other one alone.
+TEST_F(SubmeshesLeaderTest, WhoHasNoWorkersLeftIsRefusedBesideARun) {
+  Join(1, Offer("a"));
+  Join(2, Offer("b"));
+  const Leader::Ticket first = SubmitOnASubmesh();
+  ASSERT_EQ(leader_.PlaceOf(first), 1u);
+  Prepare({1});
+  const uint64_t run = run_;
+  ASSERT_EQ(leader_.PlaceOf(SubmitOnASubmesh()), 2u);
+  Prepare({2});
+  v1::WorkerMessage leave = OfRun();
+  leave.mutable_leave();
+  Say(1, leave);
+  leader_.OnDisconnected(2, now_);
+  run_ = run;
+  for (uint64_t second = 1; second <= 11; ++second) {
+    EXPECT_EQ(answers_.size(), second == 11 ? 1u : 0u) << second;
+    SayOperations(1, second);
+    Pass(absl::Seconds(1), {1});
+  }
+  EXPECT_TRUE(absl::IsUnavailable(answers_.back().status())) << answers_.back().status();
+  RankDone(1, 0, kVocab);
+  ASSERT_EQ(answers_.size(), 2u);
+  EXPECT_TRUE(answers_.back().ok()) << answers_.back().status();
+}
+
 }  // namespace
 }  // namespace meshfill

@@ -194,6 +194,15 @@ class LeaderFixture : public testing::Test {
       Say(connection, GoodAnswer(*prepare));
     }
   }
+  // What its rank in the run has done.
+  void SayOperations(Leader::Connection connection, uint64_t operations, uint32_t rank = 0) {
+    v1::WorkerMessage message = OfRun();
+    v1::WorkerProgress& progress = *message.mutable_progress();
+    progress.set_run(run_);
+    progress.add_ranks()->set_rank(rank);
+    progress.mutable_ranks(0)->set_operations(operations);
+    Say(connection, message);
+  }
   // `links`: what it measured, in the order of the probes.
   void RankDone(Leader::Connection connection, uint32_t rank, int logits,
                 const std::vector<std::optional<Link>>& links = {}, double probe_seconds = 0) {

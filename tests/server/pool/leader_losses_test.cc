@@ -152,5 +152,23 @@ TEST_F(LeaderTest, WaitsForAWorkerForAWhile) {
   EXPECT_EQ(answers_[0].status().code(), absl::StatusCode::kUnavailable);
 }
 
+// What it waited for before were the runs of others.
+TEST_F(LeaderTest, ARequestWaitsForAWorkerFromWhenThePoolHasNone) {
+  Join(1, Offer("a"));
+  Submit({1});
+  Prepare({1});
+  Submit({1});
+  for (uint64_t second = 1; second <= 30; ++second) {
+    SayOperations(1, second);
+    Pass(absl::Seconds(1), {1});
+  }
+  leader_.OnDisconnected(1, now_);
+  Pass(absl::Milliseconds(9800), {});
+  EXPECT_TRUE(answers_.empty());
+  Pass(absl::Milliseconds(300), {});
+  ASSERT_EQ(answers_.size(), 2u);
+  for (const auto& answer : answers_) EXPECT_TRUE(absl::IsUnavailable(answer.status())) << answer.status();
+}
+
 }  // namespace
 }  // namespace meshfill
