@@ -111,10 +111,12 @@ LinkSurvey::Probes LinkSurvey::Ask(std::vector<int> host_of_rank) const {
     probes.classes.push_back(of);
   }
   probes.host_of_rank = std::move(host_of_rank);
+  probes.membership = membership_;
   return probes;
 }
 
 std::string LinkSurvey::Take(const Probes& probes, std::span<const RankLinks> by_rank) {
+  if (probes.membership != membership_) return "links measured for a pool that has changed: not taken";
   std::string measured, missing;
   for (LinkClass of : {LinkClass::kBetweenHosts, LinkClass::kOnHost, LinkClass::kOutOfHost}) {
     const auto asked = std::find(probes.classes.begin(), probes.classes.end(), of);
@@ -175,6 +177,7 @@ bool LinkSurvey::TakeOutOfHost(int probe, const Probes& probes, std::span<const 
 }
 
 void LinkSurvey::AskAgain() {
+  ++membership_;
   for (Source& source : source_) {
     if (source == Source::kMeasured) source = Source::kMeasuredBefore;
   }

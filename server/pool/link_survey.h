@@ -3,7 +3,7 @@
 //
 // Three classes, as a Topology has them. A class that the configuration leaves out is measured in a run whose
 // ranks have it, and again once the pool's membership has changed; until then what was measured last counts,
-// and before that what is assumed.
+// and before that what is assumed. A run of the membership of before measures nothing for the new one.
 //
 //     between hosts   one flow         the first rank of a host with that of another
 //     on a host       all at once      ranks of a host in pairs
@@ -48,6 +48,7 @@ class LinkSurvey {
     std::vector<LinkProbe> pairs;
     std::vector<LinkClass> classes;  // by probe
     std::vector<int> host_of_rank;
+    int membership = 0;  // as LinkSurvey counts them
   };
   using RankLinks = std::vector<std::optional<Link>>;  // one rank's links, by probe; none: the rank sat out
 
@@ -58,11 +59,13 @@ class LinkSurvey {
   // What is not known yet of the links that a run's ranks have. Ranks of a host have its number.
   Probes Ask(std::vector<int> host_of_rank) const;
 
-  // Takes what a run that is done has measured. A line for the log; empty: nothing was asked.
+  // Takes what a run that is done has measured, unless the membership is another since Ask. A line for the
+  // log; empty: nothing was asked.
   std::string Take(const Probes& probes, std::span<const RankLinks> by_rank);
 
   // The pool's membership changed.
   void AskAgain();
+  int membership() const { return membership_; }  // counts them
 
   // Looks at a pool with these seats: which classes of links it has. `changed`: AskAgain comes with its next
   // run.
@@ -82,6 +85,7 @@ class LinkSurvey {
 
   Topology links_;
   std::array<Source, kLinkClasses> source_;
+  int membership_ = 0;
 };
 
 }  // namespace meshfill

@@ -63,6 +63,7 @@ RunCoordinator::RunCoordinator(uint64_t number, uint64_t epoch, Plan plan, std::
       options_(options),
       actions_(actions),
       survey_(survey),
+      membership_(survey.membership()),
       plan_(std::move(plan)),
       begin_(now),
       deadline_(now + options.prepare_timeout +
@@ -175,7 +176,7 @@ void RunCoordinator::SendRun(absl::Time now) {
     const std::string& host = parts_.at(seats_[plan_.SeatOf(rank)].worker).host;
     host_of_rank.push_back(host_numbers.emplace(host, std::ssize(host_numbers)).first->second);
   }
-  probes_ = survey_.Ask(std::move(host_of_rank));
+  if (membership_ == survey_.membership()) probes_ = survey_.Ask(std::move(host_of_rank));
   std::vector<std::string> weight_addresses(weight_shares_);
   if (options_.shares_weights) {
     for (const auto& [worker, part] : parts_) weight_addresses[part.weight_share] = part.weight_address;

@@ -185,6 +185,7 @@ class RunCoordinator {
   const Options options_;
   LeaderActions& actions_;
   LinkSurvey& survey_;
+  const int membership_;  // of the pool when the run began, as the survey counts them
   Plan plan_;
   const absl::Time begin_;
   absl::Time runs_since_;  // by a clock that stands still in pauses

@@ -151,7 +151,7 @@ class LeaderFixture : public testing::Test {
   }
   v1::WorkerMessage OfRun() const {
     v1::WorkerMessage message;
-    message.set_epoch(leader_.epoch());
+    message.set_epoch(epoch_ > 0 ? epoch_ : leader_.epoch());
     return message;
   }
   void Submit(std::vector<uint32_t> tokens, const PrefillOptions& options = {}) {
@@ -233,6 +233,7 @@ class LeaderFixture : public testing::Test {
   std::vector<std::string> log_;
   std::vector<uint32_t> tokens_;
   uint64_t run_ = 0;
+  uint64_t epoch_ = 0;  // of what workers say; 0: the leader's
   Leader::Ticket newest_ = 0;
 };
 

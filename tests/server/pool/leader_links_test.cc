@@ -16,7 +16,7 @@ class MeasuringLeaderTest : public LeaderFixture {
   MeasuringLeaderTest() : LeaderFixture(LeftOut()) {}
 
   static Leader::Options LeftOut() {
-    Leader::Options options = Options();
+    Leader::Options options = Options(2);
     v1::PoolSection pool;
     pool.set_measure_links(true);
     pool.set_host_link_bytes_per_second(5e9);
@@ -87,6 +87,63 @@ TEST_F(MeasuringLeaderTest, AsksAgainOnceThePoolChanged) {
   leader_.OnDisconnected(3, now_);
   RunOn(2, {kSlow});
   EXPECT_EQ(ProbesAsked(1), 1);
+}
+
+// Two runs, the second over a pool that has one worker more. Their probes are asked for as they begin.
+class GrowingPoolTest : public MeasuringLeaderTest {
+ protected:
+  void Begin() {
+    JoinOnItsOwnHost(1);
+    JoinOnItsOwnHost(2);
+    Submit(std::vector<uint32_t>(300, 1));
+    first_ = newest_;
+    first_epoch_ = leader_.epoch();
+  }
+  Leader::Ticket Grow() {
+    JoinOnItsOwnHost(3);
+    const Leader::Ticket second = leader_.Submit({.id = "r8", .tokens = tokens_, .options = {}}, now_);
+    Do();
+    EXPECT_GT(leader_.epoch(), first_epoch_);
+    return second;
+  }
+  void SetPaused(Leader::Ticket ticket, bool paused) {
+    leader_.SetPaused(ticket, paused, now_);
+    Do();
+  }
+
+  Leader::Ticket first_ = 0;
+  uint64_t first_epoch_ = 0;
+};
+
+TEST_F(GrowingPoolTest, WhatARunOfBeforeMeasuredIsNotTaken) {
+  Begin();
+  Prepare({1, 2});
+  EXPECT_EQ(ProbesAsked(1), 1);
+  const uint64_t run = run_;
+  const Leader::Ticket second = Grow();
+  SetPaused(second, true);
+  Prepare({1, 2, 3});
+  run_ = run;
+  epoch_ = first_epoch_;
+  RankDone(1, 0, 0, {kSlow});
+  RankDone(2, 1, kVocab, {kSlow});
+  ASSERT_EQ(answers_.size(), 1u);
+  EXPECT_TRUE(answers_[0].ok()) << answers_[0].status();
+  EXPECT_EQ(log_.back(), "links measured for a pool that has changed: not taken; it took 0");
+  EXPECT_EQ(leader_.links().front().source, "assumed");
+  SetPaused(second, false);
+  EXPECT_EQ(ProbesAsked(3), 1);
+}
+
+TEST_F(GrowingPoolTest, ARunOfBeforeThatStartsLateMeasuresNothing) {
+  Begin();
+  SetPaused(first_, true);
+  Prepare({1, 2});
+  Grow();
+  Prepare({1, 2, 3});
+  EXPECT_EQ(ProbesAsked(1), 1);
+  SetPaused(first_, false);
+  EXPECT_EQ(ProbesAsked(1), 0);
 }
 
 TEST_F(MeasuringLeaderTest, WhoSaysNothingOrNonsenseIsAskedAgain) {

@@ -92,6 +92,8 @@ TEST(LinkSurveyTest, KeepsWhatItHeardAndAsksAgainWhenThePoolChanges) {
   EXPECT_EQ(again.classes.size(), 2u);
   survey.Take(again, AllSay(again, kSlow));
   EXPECT_EQ(survey.links().between_nodes, kSlow);
+  survey.Take(probes, AllSay(probes, kFast));
+  EXPECT_EQ(survey.links().between_nodes, kSlow) << "a late word of the pool of before";
 }
 
 TEST(LinkSurveyTest, TheMedianOfThePlausibleCounts) {
