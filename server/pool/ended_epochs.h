@@ -20,6 +20,12 @@ struct PromptPlace {
   bool MayBe(const PromptPlace& other) const;  // whether both may be the same place
 };
 
+// The end of an epoch that a run may have caused.
+struct EpochEnd {
+  PromptPlace place;
+  bool alone = false;  // no other run may have caused it
+};
+
 class EndedEpochs {
  public:
   // The request's run alone may have ended it. Whether it is poisonous: it, or its run and others, may have

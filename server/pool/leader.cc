@@ -171,7 +171,7 @@ void Leader::DropWorkers(const std::set<Connection>& connections, const std::str
   kv_.OnWorkersChanged(members_.ByPlace());
   LookForRoomAgain();
   for (const auto& [number, names] : runs) {
-    EndEpoch(number, absl::StrCat("worker ", names, " is lost: ", why), now);
+    EndEpoch(number, absl::StrCat("worker ", names, " is lost: ", why), /*lost_workers=*/true, now);
   }
   ForgetStoppedRuns();
   StartWaiting(now);
@@ -373,7 +373,7 @@ void Leader::Do(RunId run, RunCoordinator::RequestFailed& failed, absl::Time now
 }
 
 void Leader::Do(RunId run, RunCoordinator::RunFailed& failed, absl::Time now) {
-  EndEpoch(run, failed.why, now);
+  EndEpoch(run, failed.why, /*lost_workers=*/false, now);
 }
 
 void Leader::Do(RunId, RunCoordinator::WorkersFailed& failed, absl::Time now) {
@@ -383,38 +383,45 @@ void Leader::Do(RunId, RunCoordinator::WorkersFailed& failed, absl::Time now) {
   DropWorkers(failed.workers, failed.why, now);
 }
 
-void Leader::EndEpoch(RunId number, const std::string& why, absl::Time now) {
-  auto& [ticket, run] = live_.runs.at(number);
-  if (run.phase() == RunCoordinator::Phase::kStopping) return;
+void Leader::EndEpoch(RunId number, const std::string& why, bool lost_workers, absl::Time now) {
+  auto& [ticket, run, doubtful] = live_.runs.at(number);
+  const bool stops = run.phase() == RunCoordinator::Phase::kStopping;
   LiveRequest* request = live_.Find(ticket);
-  const std::string poisonous = request == nullptr ? "" : Blame(*request, number, why, now);
-  members_.EndEpoch();
-  actions_.Log(absl::StrCat("epoch ", run.epoch(), " ended in run ", number, ": ", LogQuote(why)),
-               LogLevel::kWarning);
-  run.Abort(why, now);
-  kv_.OnRunFailed(number, why);
-  if (request != nullptr) {
-    request->new_attempt = true;
-    if (run.MayHaveComputed(now - options_.silence_timeout)) ++request->losses;
-    placer_.KeepPieces(*request);
+  std::optional<EpochEnd> end = stops ? std::exchange(doubtful, std::nullopt) : EndOf(run, now);
+  // A prompt does not keep its ranks from connecting. Peers may tell of a worker before its loss shows.
+  if (!lost_workers && !run.HasComputed()) doubtful = std::exchange(end, std::nullopt);
+  const std::string poisonous = request != nullptr && end.has_value() ? Blame(*request, *end, why) : "";
+  if (!stops) {
+    members_.EndEpoch();
+    actions_.Log(absl::StrCat("epoch ", run.epoch(), " ended in run ", number, ": ", LogQuote(why)),
+                 LogLevel::kWarning);
+    run.Abort(why, now);
+    kv_.OnRunFailed(number, why);
+    if (request != nullptr) {
+      request->new_attempt = true;
+      if (run.MayHaveComputed(now - options_.silence_timeout)) ++request->losses;
+      placer_.KeepPieces(*request);
+    }
   }
   if (!poisonous.empty()) AnswerRequest(ticket, absl::InternalError(poisonous));
 }
 
-std::string Leader::Blame(LiveRequest& request, RunId number, const std::string& why, absl::Time now) {
+std::optional<EpochEnd> Leader::EndOf(const RunCoordinator& run, absl::Time now) const {
   const absl::Time since = now - options_.silence_timeout;
-  const RunCoordinator& run = live_.runs.at(number).coordinator;
-  if (run.phase() != RunCoordinator::Phase::kRunning || !run.MayHaveComputed(since)) return "";
+  if (run.phase() != RunCoordinator::Phase::kRunning || !run.MayHaveComputed(since)) return std::nullopt;
   const bool alone = std::none_of(live_.runs.begin(), live_.runs.end(), [&](const auto& other) {
-    return other.first != number && other.second.coordinator.Shares(run) &&
+    return &other.second.coordinator != &run && other.second.coordinator.Shares(run) &&
            other.second.coordinator.MayHaveComputed(since);
   });
-  const PromptPlace place = run.PlaceOfEnd(now, options_.silence_timeout);
-  if (!alone) {
-    request.ended.Suspect(place);
+  return EpochEnd{.place = run.PlaceOfEnd(now, options_.silence_timeout), .alone = alone};
+}
+
+std::string Leader::Blame(LiveRequest& request, const EpochEnd& end, const std::string& why) {
+  if (!end.alone) {
+    request.ended.Suspect(end.place);
     return "";
   }
-  if (!request.ended.Blame(place)) return "";
+  if (!request.ended.Blame(end.place)) return "";
   for (auto& [ticket, other] : live_.requests) other.ended.ForgetSuspicions();
   return absl::StrCat("request ", request.request.id,
                       " ended 2 epochs of the pool at the same place of its prompt and is refused as "

@@ -34,8 +34,9 @@
 //  - A request whose runs ended two epochs at the same place of its prompt is refused as poisonous
 //    (ended_epochs.h). A run is blamed for an epoch's end only where it may have computed within
 //    silence_timeout of it. If another run may have, too, on a worker of its own, each is a suspect from
-//    then on, until one of them is refused. One that was lost in six runs that may have computed is refused
-//    with UNAVAILABLE.
+//    then on, until one of them is refused. None is where no worker is lost and no rank of the run has said
+//    that it did anything: a worker that cannot be reached is not the prompt's fault. One that was lost in
+//    six runs that may have computed is refused with UNAVAILABLE.
 //  - A worker that drains stays while it holds K and V under a live lease, or of a prompt in pieces.
 #ifndef MESHFILL_SERVER_POOL_LEADER_H_
 #define MESHFILL_SERVER_POOL_LEADER_H_
@@ -185,7 +186,7 @@ class Leader {
   // Takes workers out of the pool, and ends the epoch of the runs that they take part in.
   void DropWorkers(const std::set<Connection>& connections, const std::string& why, absl::Time now);
   // Stops the run: its request goes again (where it is still live), unless it is poisonous.
-  void EndEpoch(RunId run, const std::string& why, absl::Time now);
+  void EndEpoch(RunId run, const std::string& why, bool lost_workers, absl::Time now);
   // Its answer is out, or it has none: the ranks stop.
   void CancelRun(LiveRun& run, absl::Time now);
   void ForgetStoppedRuns();
@@ -196,8 +197,10 @@ class Leader {
   void BeginAttempt(LiveRequest& request, absl::Time now);
   void Forget(RunId run);  // it is over
   void LookForRoomAgain();
+  // What an end of the run says of its prompt; nothing: it did not compute.
+  std::optional<EpochEnd> EndOf(const RunCoordinator& run, absl::Time now) const;
   // An epoch has ended in the request's run; why it is poisonous, or empty.
-  std::string Blame(LiveRequest& request, RunId run, const std::string& why, absl::Time now);
+  std::string Blame(LiveRequest& request, const EpochEnd& end, const std::string& why);
   void RefuseOverdue(absl::Time now);  // requests that have waited for a worker for empty_timeout
   void AnswerRequest(Ticket ticket, absl::StatusOr<Result> result);
 

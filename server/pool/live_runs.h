@@ -53,6 +53,8 @@ struct LiveRequest {
 struct LiveRun {
   LeaderActions::Ticket ticket;  // the run's request, which may be answered already
   RunCoordinator coordinator;
+  // Its end, where it has done nothing yet: the prompt's, if a worker proves to be lost in it.
+  std::optional<EpochEnd> doubtful = std::nullopt;
 };
 
 struct LiveRuns {

@@ -379,6 +379,10 @@ PromptPlace RunCoordinator::PlaceOfEnd(absl::Time now, absl::Duration delay) con
   return place;
 }
 
+bool RunCoordinator::HasComputed() const {
+  return std::any_of(seats_.begin(), seats_.end(), [](const Seat& seat) { return seat.operations > 0; });
+}
+
 bool RunCoordinator::Shares(const RunCoordinator& other) const {
   return std::any_of(seats_.begin(), seats_.end(), [&](const Seat& own) {
     return std::any_of(other.seats_.begin(), other.seats_.end(),

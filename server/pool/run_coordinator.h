@@ -126,6 +126,8 @@ class RunCoordinator {
   bool Shares(const RunCoordinator& other) const;
   // Where in the prompt the run is, were it to end now, if words of its ranks take no longer than `delay`.
   PromptPlace PlaceOfEnd(absl::Time now, absl::Duration delay) const;
+  // Whether a rank has said that it did anything.
+  bool HasComputed() const;
   // Whether its ranks may have computed since then. What stood still when it was stopped computes no more.
   bool MayHaveComputed(absl::Time since) const {
     const bool still = phase_ == Phase::kStopping ? stopped_still_ : StandsStill();

@@ -152,6 +152,49 @@ TEST_F(LeaderTest, WaitsForAWorkerForAWhile) {
   EXPECT_EQ(answers_[0].status().code(), absl::StatusCode::kUnavailable);
 }
 
+// A worker whose data address its peers cannot reach.
+class UnreachableLeaderTest : public LeaderFixture {
+ protected:
+  void SetUp() override {
+    Join(1, Offer("a"));
+    Join(2, Offer("b"));
+    Submit(std::vector<uint32_t>(200, 1));
+  }
+  void CannotConnect(Leader::Connection connection, uint32_t rank) {
+    v1::WorkerMessage failed = OfRun();
+    failed.mutable_rank_done()->set_run(run_);
+    failed.mutable_rank_done()->set_rank(rank);
+    *failed.mutable_rank_done()->mutable_outcome() = ToOutcome(absl::UnavailableError("cannot connect"));
+    Say(connection, failed);
+  }
+};
+
+TEST_F(UnreachableLeaderTest, ThePromptIsNotToBlame) {
+  for (int time = 0; time < 6; ++time) {
+    EXPECT_TRUE(answers_.empty()) << answers_[0].status();
+    Prepare({1, 2});
+    CannotConnect(1, 0);
+    Stopped(1);
+    Stopped(2);
+  }
+  ASSERT_EQ(answers_.size(), 1u);
+  EXPECT_TRUE(absl::IsUnavailable(answers_[0].status())) << answers_[0].status();
+}
+
+// Peers of a worker that dies may be heard before its stream ends.
+TEST_F(UnreachableLeaderTest, UnlessAWorkerIsLost) {
+  for (const Leader::Connection lost : {2, 3}) {
+    EXPECT_TRUE(answers_.empty()) << answers_[0].status();
+    Prepare({1, lost});
+    CannotConnect(1, 0);
+    Join(lost + 1, Offer(absl::StrCat("w", lost)));
+    leader_.OnDisconnected(lost, now_);
+    Stopped(1);
+  }
+  ASSERT_EQ(answers_.size(), 1u);
+  EXPECT_TRUE(absl::IsInternal(answers_[0].status())) << answers_[0].status();
+}
+
 // What it waited for before were the runs of others.
 TEST_F(LeaderTest, ARequestWaitsForAWorkerFromWhenThePoolHasNone) {
   Join(1, Offer("a"));

@@ -60,6 +60,7 @@ class PausesLeaderTest : public LeaderFixture {
       const uint64_t run = leader_.run_of(first_);
       for (const Leader::Connection worker : {1, 2}) Paused(worker, run, 1, 5);
       run_ = run;
+      SayOperations(1, 5);
       Pass(absl::Seconds(2), {1, 2});
       for (const Leader::Connection worker : {1, 2}) {
         if (stands) Paused(worker, run, 1, 0, /*still=*/true);
