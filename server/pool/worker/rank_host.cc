@@ -183,9 +183,37 @@ class RankHost::ActiveRun {
     }
   }
 
+  // Frees what the run holds, there and then: who reads progress or aborts may have the run itself for
+  // longer. After Join; from here on Abort finds no endpoint, and progress no rank.
+  void End() {
+    {
+      const MutexLock lock(progress_mu_);
+      ended_ = true;
+    }
+    std::vector<std::unique_ptr<Endpoint>> endpoints;
+    std::unique_ptr<Endpoint> weights_endpoint;
+    {
+      const MutexLock lock(mu_);
+      for (Seat& seat : seats_) endpoints.push_back(std::move(seat.endpoint));
+      weights_endpoint = std::move(weights_endpoint_);
+    }
+    weights_.reset();
+    weights_endpoint.reset();
+    for (size_t i = 0; i < seats_.size(); ++i) {
+      seats_[i].communicator.reset();
+      endpoints[i].reset();
+      seats_[i].stream.reset();
+    }
+    reservations_.clear();
+    kv_.reset();
+    prefix_.reset();
+  }
+
+  // From any thread. Nothing before the start and after the end.
   std::vector<WorkerMachine::RankProgress> progress() const {
     std::vector<WorkerMachine::RankProgress> all;
-    if (!started_.load(std::memory_order_acquire)) return all;
+    const MutexLock lock(progress_mu_);
+    if (ended_ || !started_.load(std::memory_order_acquire)) return all;
     for (size_t i = 0; i < seats_.size(); ++i) {
       const Seat& rank_seat = seats_[i];
       const uint64_t operations = rank_seat.stream->operations();
@@ -313,6 +341,8 @@ class RankHost::ActiveRun {
   uint64_t pause_ ABSL_GUARDED_BY(pause_mu_) = 0;  // number of the one that lasts; 0: none, or without one
   Mutex mu_;
   absl::Status abort_reason_ ABSL_GUARDED_BY(mu_);
+  mutable Mutex progress_mu_;  // not mu_: an abort may take long
+  bool ended_ ABSL_GUARDED_BY(progress_mu_) = false;
   std::atomic<bool> started_{false};
   std::vector<Seat> seats_;                     // by rank of this worker; endpoints are set under mu_
   std::unique_ptr<Endpoint> weights_endpoint_;  // set under mu_; null: the weights are not shared
@@ -541,13 +571,12 @@ void RankHost::EndRun(uint64_t run, bool went_well) {
   std::shared_ptr<ActiveRun> current = Find(run);
   if (current == nullptr) return;
   current->Join();
-  const uint64_t data_plane_run = current->data_plane_run();
+  current->End();
   {
     const MutexLock lock(mu_);
     runs_.erase(run);
   }
-  current.reset();
-  data_plane_->End(data_plane_run, went_well);
+  data_plane_->End(current->data_plane_run(), went_well);
 }
 
 bool RankHost::IsStopping(uint64_t run) const {

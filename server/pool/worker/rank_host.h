@@ -128,7 +128,7 @@ class RankHost {
   std::deque<std::function<void()>> work_ ABSL_GUARDED_BY(mu_);
   bool quit_ ABSL_GUARDED_BY(mu_) = false;
   std::set<uint64_t> stopping_ ABSL_GUARDED_BY(mu_);  // runs that were told to stop and have not
-  // By number. Shared: Stop and progress read a run while it ends.
+  // By number. Shared: Stop and progress read a run while it ends. What it holds goes on the host's thread.
   std::map<uint64_t, std::shared_ptr<ActiveRun>> runs_ ABSL_GUARDED_BY(mu_);
   std::thread thread_;  // last: it uses all of the above
 };

@@ -4,10 +4,12 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <filesystem>
 #include <fstream>
 #include <memory>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
@@ -497,6 +499,27 @@ TEST_F(RankHostTest, SaysWhatItsRanksAreAt) {
     EXPECT_FALSE(progress[rank].computing);
   }
   host->Release(run_);
+}
+
+// A run that ends frees what it holds under the eyes of who asks how far its ranks are.
+TEST_F(RankHostTest, SaysWhatItsRanksAreAtWhileTheyEnd) {
+  HostListener listener;
+  const auto host = Load(listener);
+  ASSERT_NE(host, nullptr);
+  std::atomic<bool> quit{false};
+  std::thread reader([&] {
+    while (!quit) host->progress();
+  });
+  for (int i = 0; i < 30; ++i) {
+    host->Prepare(Part());
+    host->Start(run_, listener.Addresses(run_), {});
+    EXPECT_TRUE(listener.Ended(run_, kRanks).ok());
+    host->Stop(run_, "enough");
+    listener.Stopped(run_);
+  }
+  quit = true;
+  reader.join();
+  EXPECT_TRUE(host->progress().empty());
 }
 
 TEST_F(RankHostTest, RefusesARunThatNeedsMoreMemoryThanIsFree) {
