@@ -22,15 +22,13 @@ absl::StatusOr<std::unique_ptr<PoolDevices>> Devices(const EngineOptions& option
                                       .devices = options.devices});
 }
 
-int DeviceOf(int rank, int ranks, const PoolDevices& hardware) { return rank * hardware.count() / ranks; }
-
 // The devices by rank. `make` is called once for each device.
 absl::StatusOr<std::vector<std::shared_ptr<Device>>> MakeByRank(
     const PoolDevices& hardware, int ranks,
     const std::function<absl::StatusOr<std::shared_ptr<Device>>(int device)>& make) {
   std::vector<std::shared_ptr<Device>> of_device, of_rank;
   for (int rank = 0; rank < ranks; ++rank) {
-    const int device = DeviceOf(rank, ranks, hardware);
+    const int device = DeviceOfRank(rank, ranks, hardware.count());
     if (device == static_cast<int>(of_device.size())) {
       ASSIGN_OR_RETURN(std::shared_ptr<Device> made, make(device));
       of_device.push_back(std::move(made));
@@ -122,7 +120,7 @@ absl::StatusOr<EmbeddedPool> LoadEmbeddedPool(const EngineOptions& options, cons
   };
   ASSIGN_OR_RETURN(pool.devices, MakeByRank(hardware, options.ranks, load));
   for (int rank = 0; rank < options.ranks; ++rank) {
-    const int device = DeviceOf(rank, options.ranks, hardware);
+    const int device = DeviceOfRank(rank, options.ranks, hardware.count());
     pool.device_names.push_back(hardware.DeviceName(device));
     pool.models.push_back(on_device[device]);
   }

@@ -35,6 +35,9 @@ struct DeviceRequest {
 
 using DevicesByRank = std::span<const std::shared_ptr<Device>>;
 
+// The device of a rank: the ranks are spread evenly, and neighbours share one (3 ranks on 2 devices: 0 0 1).
+inline int DeviceOfRank(int rank, int ranks, int devices) { return rank * devices / ranks; }
+
 // The devices that the ranks of one pool use. Immutable, thread-safe.
 class PoolDevices {
  public:
@@ -65,7 +68,8 @@ class PoolDevices {
   // FLOP/s of all devices together, against which MFU is stated.
   virtual absl::StatusOr<double> PeakFlops(DevicesByRank devices) const = 0;
   // Bytes that the activations of one prefill may take, of all ranks together: a part of what is free
-  // now, less the weights that are yet to come.
+  // now, less the weights that are yet to come. A plan gives each rank an equal part of them, which the
+  // rank's device has, beside the parts of the other ranks there.
   virtual absl::StatusOr<int64_t> BudgetBytes(int64_t weights_to_come) const = 0;
 
   // The first device's own kernels on random inputs. Errors name the option that it cannot do.

@@ -29,7 +29,8 @@ struct FakeCuda {
   static void set_driver_version(int version);    // 13000 is 13.0; 0: no driver
   static void set_compute_capability(int major);  // of all devices
   // At any time.
-  static void set_memory_bytes(size_t bytes);  // of each device
+  static void set_memory_bytes(size_t bytes);               // of each device
+  static void set_foreign_bytes(int device, size_t bytes);  // what other processes have of its memory
   static void set_most_delay_microseconds(int microseconds);
   static inline std::atomic<int> kernel_microseconds = 0;  // what each kernel takes, beside its work
   static inline std::atomic<bool> refuses_pinned_memory = false;

@@ -1,6 +1,7 @@
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -49,6 +50,7 @@ std::atomic<int> devices{DevicesFromEnvironment()};
 std::atomic<int> driver_version{CUDART_VERSION};
 std::atomic<int> compute_major{9};
 std::atomic<size_t> memory_bytes{size_t{8} << 30};
+std::array<std::atomic<size_t>, 64> foreign_bytes{};  // by device
 std::atomic<int> most_delay_microseconds{60};
 std::atomic<bool> broken{false};
 std::atomic<uint64_t> contexts{0};  // bit by device
@@ -257,6 +259,7 @@ void FakeCuda::set_devices(int count) { devices = count; }
 void FakeCuda::set_driver_version(int version) { driver_version = version; }
 void FakeCuda::set_compute_capability(int major) { compute_major = major; }
 void FakeCuda::set_memory_bytes(size_t bytes) { memory_bytes = bytes; }
+void FakeCuda::set_foreign_bytes(int device, size_t bytes) { foreign_bytes.at(device) = bytes; }
 void FakeCuda::set_most_delay_microseconds(int microseconds) { most_delay_microseconds = microseconds; }
 void FakeCuda::BreakDevice() { broken = true; }
 void FakeCuda::RepairDevice() {
@@ -351,7 +354,9 @@ cudaError_t cudaDeviceSynchronize() {
 
 cudaError_t cudaMemGetInfo(size_t* free_bytes, size_t* total_bytes) {
   *total_bytes = meshfill::memory_bytes;
-  *free_bytes = *total_bytes - std::min(*total_bytes, meshfill::TheMemory().in_use());
+  const size_t taken_bytes =
+      meshfill::TheMemory().in_use() + meshfill::foreign_bytes[meshfill::current_device];
+  *free_bytes = *total_bytes - std::min(*total_bytes, taken_bytes);
   return ReturnInContext(cudaSuccess);
 }
 cudaError_t cudaDeviceGetDefaultMemPool(cudaMemPool_t* pool, int) {

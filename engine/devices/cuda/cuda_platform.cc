@@ -129,12 +129,15 @@ class CudaDevices final : public PoolDevices {
   }
 
   absl::StatusOr<int64_t> BudgetBytes(int64_t weights_to_come) const override {
-    int64_t bytes = 0;
-    for (const CudaDeviceInfo& gpu : gpus_) {
-      ASSIGN_OR_RETURN(int64_t free_bytes, FreeCudaMemoryBytes(gpu));
-      bytes += std::max<int64_t>(1, (free_bytes - weights_to_come / count()) / 100 * kGpuUsablePercent);
+    std::vector<int> ranks_on(gpus_.size());
+    for (int rank = 0; rank < ranks_; ++rank) ++ranks_on[DeviceOfRank(rank, ranks_, count())];
+    int64_t least_of_rank = std::numeric_limits<int64_t>::max();
+    for (int device = 0; device < count(); ++device) {
+      ASSIGN_OR_RETURN(const int64_t free_bytes, FreeCudaMemoryBytes(gpus_[device]));
+      const int64_t usable_bytes = (free_bytes - weights_to_come / count()) / 100 * kGpuUsablePercent;
+      least_of_rank = std::min(least_of_rank, std::max<int64_t>(1, usable_bytes / ranks_on[device]));
     }
-    return bytes;
+    return ranks_ * least_of_rank;
   }
 
   absl::StatusOr<KernelBenchResult> BenchAttention(const AttentionBenchOptions& options) const override {

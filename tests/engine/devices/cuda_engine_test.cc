@@ -16,6 +16,7 @@
 #include "engine/kv/block_hash.h"
 #include "engine/model/family.h"
 #include "engine/model/make_model.h"
+#include "engine/platforms.h"
 #include "engine/prefill_engine.h"
 #include "kernels/cuda/cuda_device.h"
 #include "tests/engine/close.h"
@@ -545,6 +546,29 @@ TEST_F(CudaEngineTest, SubmeshesAreOnTheirOwnDevicesAndFollowAPrefix) {
   ASSERT_TRUE(follows.ok()) << follows.status();
   EXPECT_EQ(follows->cached_tokens, 160);
   EXPECT_EQ(store.counts().device_bytes, (320 + 320) * kTokenBytes);
+}
+
+// A plan gives each rank an equal part of the budget: the GPU with the least for a rank bounds them all.
+TEST_F(CudaEngineTest, TheBudgetOfARankIsThatOfTheTightestGpu) {
+  constexpr auto kUsable = static_cast<int64_t>(kMemoryBytes / 100 * 85);
+  const int64_t in_use = FakeCuda::bytes_in_use();
+  ASSERT_EQ(in_use, 0);
+  FakeCuda::set_devices(2);
+  const auto budget = [](int ranks, int64_t weights_to_come = 0) {
+    const auto gpus = FindDevices("cuda", {.ranks = ranks});
+    EXPECT_TRUE(gpus.ok()) << gpus.status();
+    return gpus.ok() ? (*gpus)->BudgetBytes(weights_to_come).value() : 0;
+  };
+  EXPECT_EQ(budget(1), kUsable);
+  EXPECT_EQ(budget(2), 2 * kUsable);
+  EXPECT_EQ(budget(3), 3 * (kUsable / 2)) << "two of them share a GPU";
+  EXPECT_EQ(budget(4), 4 * (kUsable / 2));
+  EXPECT_EQ(budget(5), 5 * (kUsable / 3));
+  FakeCuda::set_foreign_bytes(1, kMemoryBytes / 2);
+  EXPECT_EQ(budget(1), kUsable) << "it has no rank there";
+  EXPECT_EQ(budget(2), 2 * static_cast<int64_t>(kMemoryBytes / 2 / 100 * 85));
+  EXPECT_EQ(budget(2, kMemoryBytes), 2) << "nothing is left beside the weights";
+  FakeCuda::set_foreign_bytes(1, 0);
 }
 
 TEST_F(CudaEngineTest, RefusesMoreKvOnTheDevicesThanTheyHaveMemory) {
