@@ -62,7 +62,9 @@ absl::Status CheckPlanRequest(const ModelShape& model, const PlanRequest& reques
                                                      " ranks: give one for each"));
     }
   }
-  if (request.cached_tokens < 0 || request.cached_tokens + request.tokens >= int64_t{1} << 31) {
+  constexpr int64_t kTooMany = int64_t{1} << 31;
+  if (request.cached_tokens < 0 || request.cached_tokens >= kTooMany ||
+      request.tokens >= kTooMany - request.cached_tokens) {
     return absl::InvalidArgumentError(absl::StrCat(request.cached_tokens, " cached tokens before ",
                                                    request.tokens, ": use 0 or more, below 2^31 together"));
   }

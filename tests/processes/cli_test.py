@@ -513,6 +513,8 @@ class CliTest(CliTestCase):
             (folder / name).write_bytes(data)
         for tokens, options, message in (
             (folder / "missing", [], r"missing: no such file"),
+            (["plan", "--config", config, "--tokens", 9, "--cached", 2**63 - 1], r"--cached 9223372036854775807"),
+            (["plan", "--config", config, "--tokens", 2**63 - 1, "--cached", 2**63 - 1], r"--tokens 9223372036854775807"),
             ("hello world", [], r"hello world: no such file; .*text belongs in a file, with --format bytes"),
             (folder, [], r"cannot be read"),
             (folder / "empty", [], r"empty: holds no tokens"),

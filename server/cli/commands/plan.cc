@@ -166,7 +166,9 @@ class PlanCommand : public Command {
   }
 
   absl::Status CheckContext(const ModelShape& shape) const {
-    if (cached_tokens_ + tokens_ <= shape.context_tokens) return absl::OkStatus();
+    if (cached_tokens_ <= shape.context_tokens && tokens_ <= shape.context_tokens - cached_tokens_) {
+      return absl::OkStatus();
+    }
     const std::string cached = cached_tokens_ == 0 ? "" : absl::StrCat(" after --cached ", cached_tokens_);
     return absl::OutOfRangeError(absl::StrCat("--tokens ", tokens_, cached,
                                               " is above the model's context of ", shape.context_tokens,

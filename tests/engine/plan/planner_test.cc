@@ -272,7 +272,8 @@ TEST(MakePlan, TakesTheCallersTile) {
 }
 
 TEST(MakePlan, RefusesBadRequests) {
-  for (const int64_t cached : {int64_t{-1}, int64_t{1} << 31}) {
+  constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
+  for (const int64_t cached : {int64_t{-1}, int64_t{1} << 31, kMost}) {
     EXPECT_EQ(MakePlan(Llama(8, 8, DType::kBf16), {}, {.tokens = 9, .cached_tokens = cached}).status().code(),
               absl::StatusCode::kInvalidArgument);
   }
@@ -303,7 +304,9 @@ TEST(MakePlan, RefusesBadRequests) {
       Mentions(MakePlan(Llama(6, 4, DType::kF32), {}, {.tokens = 8}).status(), "6 query heads, 4 KV heads"));
   for (const auto& [cached, tokens, fits] :
        {std::tuple<int64_t, int64_t, bool>{(int64_t{1} << 31) - 10, 9, true},
-        {(int64_t{1} << 31) - 9, 9, false}}) {
+        {(int64_t{1} << 31) - 9, 9, false},
+        {kMost, kMost, false},
+        {1, kMost, false}}) {
     EXPECT_EQ(refusal({.tokens = tokens, .cached_tokens = cached}).ok(), fits) << cached;
   }
 }
