@@ -18,6 +18,8 @@
 
 namespace meshfill::sim {
 
+inline constexpr int kMaxGpus = 4096;  // most that are simulated
+
 // What makes ranks differ; drawn once per run from the seed.
 struct Variation {
   double straggler_share = 0;     // fraction of the ranks that compute slower, 0 to 1

@@ -6,20 +6,26 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "absl/strings/strip.h"
+#include "engine/sim/cluster.h"
 
 namespace meshfill::sim {
 namespace {
 
 constexpr char kHeader[] = "causal,seqlen,gpus,ring,mesh";
+constexpr int64_t kTooManyTokens = int64_t{1} << 31;
+
+// Beyond these a fit's squares are infinite.
+bool ParseFigure(const std::string& field, double& figure) {
+  return absl::SimpleAtod(field, &figure) && figure >= 1e-9 && figure <= 1e9;
+}
 
 bool ParseCell(const std::string& line, PaperCell& cell) {
   const std::vector<std::string> fields = absl::StrSplit(line, ',');
   if (fields.size() != 5 || (fields[0] != "Y" && fields[0] != "N")) return false;
   cell.causal = fields[0] == "Y";
-  return absl::SimpleAtoi(fields[1], &cell.tokens) && cell.tokens > 0 &&
-         absl::SimpleAtoi(fields[2], &cell.gpus) && cell.gpus > 0 &&
-         absl::SimpleAtod(fields[3], &cell.ring) && cell.ring > 0 &&
-         absl::SimpleAtod(fields[4], &cell.mesh) && cell.mesh > 0;
+  return absl::SimpleAtoi(fields[1], &cell.tokens) && cell.tokens > 0 && cell.tokens < kTooManyTokens &&
+         absl::SimpleAtoi(fields[2], &cell.gpus) && cell.gpus > 0 && cell.gpus <= kMaxGpus &&
+         ParseFigure(fields[3], cell.ring) && ParseFigure(fields[4], cell.mesh);
 }
 
 }  // namespace
@@ -45,7 +51,8 @@ absl::StatusOr<std::vector<PaperCell>> ReadPaperTable(const std::string& path) {
     PaperCell cell;
     if (!ParseCell(std::string(text), cell)) {
       return absl::InvalidArgumentError(
-          absl::StrCat(path, ":", number, ": \"", text, "\" is no cell; write e.g. Y,262144,32,13.6,35.4"));
+          absl::StrCat(path, ":", number, ": \"", text, "\" is no cell; write e.g. Y,262144,32,13.6,35.4, ",
+                       "with fewer than 2^31 tokens and at most ", kMaxGpus, " GPUs"));
     }
     cells.push_back(cell);
   }

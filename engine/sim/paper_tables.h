@@ -21,7 +21,8 @@ struct PaperCell {
 };
 
 // Lines that begin with # are comments; then "causal,seqlen,gpus,ring,mesh" and one cell a line. NOT_FOUND:
-// no such file. INVALID_ARGUMENT, "FILE:LINE: …": a line that is not a cell.
+// no such file. INVALID_ARGUMENT, "FILE:LINE: …": a line that is not a cell, or one that nothing simulates:
+// 2^31 tokens or more, more than kMaxGpus, or figures outside 1e-9 to 1e9.
 absl::StatusOr<std::vector<PaperCell>> ReadPaperTable(const std::string& path);
 
 // Throughput in Table 3's unit, 1e-2 iterations a second, as seconds.

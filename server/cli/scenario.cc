@@ -23,8 +23,6 @@
 namespace meshfill {
 namespace {
 
-constexpr int kMaxGpus = 4096;
-
 // Bytes of one number on the wire.
 int BytesOf(v1::Scenario::AttentionSection::Dtype dtype) {
   return dtype == v1::Scenario::AttentionSection::DTYPE_BF16 ? 2 : 4;
@@ -191,8 +189,8 @@ class ScenarioReader {
     std::vector<int> all;
     for (const std::string& word : Words(source_.gpus())) {
       int gpus = 0;
-      if (!absl::SimpleAtoi(word, &gpus) || gpus < 1 || gpus > kMaxGpus) {
-        return Refuse("gpus", absl::StrCat("\"", word, "\" is no number from 1 to ", kMaxGpus));
+      if (!absl::SimpleAtoi(word, &gpus) || gpus < 1 || gpus > sim::kMaxGpus) {
+        return Refuse("gpus", absl::StrCat("\"", word, "\" is no number from 1 to ", sim::kMaxGpus));
       }
       all.push_back(gpus);
     }

@@ -237,6 +237,7 @@ TEST(PaperTables, RefusesWhatIsNoTable) {
     return ReadPaperTable(path).status();
   };
   EXPECT_TRUE(status_of("# source\ncausal,seqlen,gpus,ring,mesh\nY,1024,4,1.5,2.5\n").ok());
+  EXPECT_TRUE(status_of("causal,seqlen,gpus,ring,mesh\nY,2147483647,4096,1.5,2.5\n").ok());
   EXPECT_TRUE(status_of("\r\ncausal,seqlen,gpus,ring,mesh\r\n\r\n# a\r\nN,1024,4,1.5,2.5\r\n").ok());
   const absl::Status third = status_of("# source\ncausal,seqlen,gpus,ring,mesh\nY,1024\n");
   EXPECT_NE(third.message().find("table.csv:3: \"Y,1024\""), std::string::npos) << third;
@@ -246,6 +247,12 @@ TEST(PaperTables, RefusesWhatIsNoTable) {
         "causal,seqlen,gpus,ring,mesh\nY,1024,4,1.5\n", "causal,seqlen,gpus,ring,mesh\nY,0,4,1.5,2.5\n",
         "causal,seqlen,gpus,ring,mesh\nY,1024,0,1.5,2.5\n", "causal,seqlen,gpus,ring,mesh\nY,1024,4,1.5,0\n",
         "causal,seqlen,gpus,ring,mesh\nY,1024,4,1.5,2.5,9\n",
+        "causal,seqlen,gpus,ring,mesh\nY,2147483648,4,1.5,2.5\n",
+        "causal,seqlen,gpus,ring,mesh\nY,1024,4097,1.5,2.5\n",
+        "causal,seqlen,gpus,ring,mesh\nY,1024,4,inf,2.5\n",
+        "causal,seqlen,gpus,ring,mesh\nY,1024,4,1.5,inf\n",
+        "causal,seqlen,gpus,ring,mesh\nY,1024,4,1.5,nan\n",
+        "causal,seqlen,gpus,ring,mesh\nY,1024,4,1e-320,2.5\n",
         "causal,seqlen,gpus,ring,mesh\nY,1024,4,1.5,2.5\ncausal,seqlen,gpus,ring,mesh\n"}) {
     EXPECT_EQ(status_of(bad).code(), absl::StatusCode::kInvalidArgument) << bad;
   }
