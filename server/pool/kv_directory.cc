@@ -37,10 +37,14 @@ absl::Status KvDirectory::Admit(const Admission& admission, const Plan& plan, co
   }
   Lease& lease = leases_[admission.lease];
   lease.admission = admission;
+  Charge(lease, std::move(place));
+  return absl::OkStatus();
+}
+
+void KvDirectory::Charge(Lease& lease, Place place) {
   lease.slabs.pieces = {
       {.tokens = place.layout.tokens(), .run = runs_held_.Hold(/*run=*/0, place.layout, place.holders)}};
   lease.place = std::move(place);
-  return absl::OkStatus();
 }
 
 std::optional<absl::Duration> KvDirectory::RoomIn(const Plan& plan, const Workers& workers,
@@ -231,11 +235,20 @@ KvSlabs KvDirectory::OnRunOver(uint64_t run, const Workers& workers) {
   return {};
 }
 
-void KvDirectory::OnRunFailed(uint64_t run, const std::string& why) {
+void KvDirectory::OnRunFailed(uint64_t run, const std::string& why, const Workers& again_on) {
   Lease* const lease = LeaseOf(run);
   running_.erase(run);
   if (lease == nullptr) return;
+  std::optional<Place> place = lease->place;
   Discharge(*lease);
+  const bool all_there =
+      place.has_value() &&
+      std::all_of(place->holders.begin(), place->holders.end(), [&](const Holder& holder) {
+        return std::any_of(again_on.begin(), again_on.end(), [&](const Membership::Worker* worker) {
+          return worker->connection == holder.worker;
+        });
+      });
+  if (all_there && runs_held_.CheckRoom(place->holders, again_on).ok()) Charge(*lease, *std::move(place));
   lease->last_failure = why;
   lease->begun = false;
   lease->run = 0;

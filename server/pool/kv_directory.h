@@ -126,8 +126,9 @@ class KvDirectory {
   // The run is over, and its workers keep what they have. `workers` are those that are there to stay. What
   // the next piece of its prompt runs behind, if one does.
   KvSlabs OnRunOver(uint64_t run, const Workers& workers);
-  // The run is being stopped: its workers drop what they have. Once is enough.
-  void OnRunFailed(uint64_t run, const std::string& why);
+  // The run is being stopped: its workers drop what they have. Once is enough. If the prompt goes again on
+  // these workers, all of its own among them, its room stays its own.
+  void OnRunFailed(uint64_t run, const std::string& why, const Workers& again_on);
 
   // The prefill is done: the lease lasts its time from now on, or as long as it was renewed for. NOT_FOUND:
   // it was released meanwhile.
@@ -164,8 +165,8 @@ class KvDirectory {
     Admission admission;
     bool held = true;                           // its prefill holds it
     absl::Time expires = absl::InfinitePast();  // not before, if held
-    // Where the run's K and V are, or are expected. None: the run has failed, is a piece before the last, or
-    // is lost.
+    // Where the run's K and V are, or are expected. None: the run has failed and goes elsewhere or not at
+    // all, is a piece before the last, or is lost.
     std::optional<Place> place;
     KvSlabs slabs;       // the runs there, without slabs
     bool begun = false;  // a run of it lives, or is over
@@ -191,7 +192,8 @@ class KvDirectory {
   bool ReadsCache(const PrefillOptions& options) const;
   // Whether a run is to be cached that no lease keeps.
   bool CachesAll(const Workers& workers) const;
-  Lease* LeaseOf(uint64_t run);  // the lease of a live run; null: it has none, or that has ended
+  Lease* LeaseOf(uint64_t run);            // the lease of a live run; null: it has none, or that has ended
+  void Charge(Lease& lease, Place place);  // for a run that is expected there
   void Discharge(Lease& lease);
   // Its workers hear of the end, and the entry goes.
   Leases::iterator Erase(Leases::iterator lease);

@@ -200,7 +200,7 @@ void Leader::CancelRequest(Ticket ticket, absl::Status reason, absl::Time now) {
 
 void Leader::CancelRun(LiveRun& run, absl::Time now) {
   run.coordinator.Cancel(now);
-  kv_.OnRunFailed(run.coordinator.number(), "it was cancelled");
+  kv_.OnRunFailed(run.coordinator.number(), "it was cancelled", /*again_on=*/{});
 }
 
 void Leader::SetPaused(Ticket ticket, bool paused, absl::Time now) {
@@ -396,7 +396,9 @@ void Leader::EndEpoch(RunId number, const std::string& why, bool lost_workers, a
     actions_.Log(absl::StrCat("epoch ", run.epoch(), " ended in run ", number, ": ", LogQuote(why)),
                  LogLevel::kWarning);
     run.Abort(why, now);
-    kv_.OnRunFailed(number, why);
+    // What a prompt in pieces has stays charged in another way, by KeepPieces.
+    const bool is_whole = request != nullptr && !request->pieces.has_value();
+    kv_.OnRunFailed(number, why, is_whole ? members_.ByPlace() : KvDirectory::Workers());
     if (request != nullptr) {
       request->new_attempt = true;
       if (run.MayHaveComputed(now - options_.silence_timeout)) ++request->losses;

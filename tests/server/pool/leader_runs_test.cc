@@ -488,6 +488,36 @@ TEST_F(LeasesTest, ALeaseWithoutRoomIsRefusedAndCounted) {
   EXPECT_TRUE(sent_[1].back().has_run());
 }
 
+// Until it goes again nobody else is admitted to its room.
+TEST_F(LeasesTest, ALeaseKeepsItsRoomWhenItsRunFails) {
+  const int64_t bytes = KvShapeOf(Shape()).LayerBytes(kTokens) * Shape().layers;
+  JoinWithKv(bytes);
+  ASSERT_TRUE(Admit("x").ok());
+  PrepareRunOf("x");
+  v1::WorkerMessage failed = OfRun();
+  failed.mutable_rank_done()->set_run(run_);
+  *failed.mutable_rank_done()->mutable_outcome() = ToOutcome(absl::UnavailableError("a peer is gone"));
+  Say(1, failed);
+  EXPECT_EQ(leader_.kv_counts().bytes, bytes);
+  EXPECT_TRUE(absl::IsResourceExhausted(Admit("y")));
+  Stopped(1);
+  Prepare({1});
+  EXPECT_EQ(PrepareOf(1)->keep_kv().lease(), "x");
+  RankDone(1, 0, kVocab);
+  ASSERT_EQ(answers_.size(), 1u);
+  EXPECT_TRUE(answers_[0].ok()) << answers_[0].status();
+  EXPECT_EQ(leader_.kv_counts().bytes, bytes);
+}
+
+TEST_F(LeasesTest, ALeaseWhoseRunIsCancelledLeavesItsRoom) {
+  JoinWithKv(KvShapeOf(Shape()).LayerBytes(kTokens) * Shape().layers);
+  ASSERT_TRUE(Admit("x").ok());
+  PrepareRunOf("x");
+  leader_.CancelRequest(newest_, absl::CancelledError("enough"), now_);
+  EXPECT_EQ(leader_.kv_counts().bytes, 0);
+  EXPECT_TRUE(Admit("y").ok());
+}
+
 // ---- What dashboards see.
 
 TEST_F(LeaderRunsTest, WorkersAreShownWithWhatTheyDo) {
