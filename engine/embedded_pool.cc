@@ -81,6 +81,7 @@ absl::StatusOr<EmbeddedPoolCapacity> Capacity(const EngineOptions& options, cons
   return EmbeddedPoolCapacity{.speed = speed,
                               .memory_budget_bytes = budget,
                               .kv_device_bytes = kv_device_bytes,
+                              .kv_on_host = !hardware.in_host_memory(),
                               .one_memory = hardware.count() == 1,
                               .many_messages = hardware.in_host_memory(),
                               .weights = weights.plan,

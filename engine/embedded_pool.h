@@ -29,6 +29,7 @@ struct EmbeddedPoolCapacity {
   PoolSpeed speed;
   int64_t memory_budget_bytes = 0;  // bytes for what one prefill takes (Prediction::run_bytes)
   int64_t kv_device_bytes = 0;      // bytes for K and V that stay with devices whose memory is not the host's
+  bool kv_on_host = false;          // K and V that are kept are in other memory than the ranks' (PlanShape)
   bool one_memory = true;           // false: ranks are on several devices, between which chunks are copied
   bool many_messages = false;       // between workers with such devices (PlanRequest), not within this pool
   PlanWeights weights;

@@ -16,6 +16,8 @@ namespace meshfill {
 // part of the host's default memory budget.
 //
 // Behind GPUs `memory_bytes` is how much of that stays in their memory, as KvMemoryOfDevices has it.
+int64_t KvBudgetBytes(const EmbeddedPoolCapacity& capacity, std::optional<int64_t> memory_bytes,
+                      std::optional<int64_t> host_memory_bytes);
 int64_t KvBudgetBytes(const EmbeddedPool& pool, std::optional<int64_t> memory_bytes,
                       std::optional<int64_t> host_memory_bytes);
 

@@ -209,6 +209,23 @@ class CliTest(CliTestCase):
         self.refuse(*workers, "--ranks", 4097, status=2, message=r"--ranks.*4096")
         self.refuse("plan", "--config", self.config, "--tokens", 500, "--ranks", 65, status=2, message=r"--ranks 65.*64")
 
+    def test_plan_of_pieces_needs_room_for_their_kv(self):
+        tight = ["--tokens", 65536, "--set", "pool.embedded.memory_bytes=16MiB"]
+        workers = self.tmp / "tight_workers.yaml"
+        workers.write_text(f"model: {{path: {self.model}}}\npool: {{control_listen: '127.0.0.1:0'}}\n")
+        for where in (["plan", "--config", self.config], ["plan", "--config", workers, "--ranks", 4]):
+            plan = json.loads(self.succeed(*where, *tight, "--set", "kv.memory_bytes=64MiB", "--json"))
+            self.assertGreater(plan["pieces"], 1)
+            for room in ([], ["--set", "kv.memory_bytes=1MiB"]):
+                self.refuse(*where, *tight, *room, status=1, message=r"in pieces its K and V take .* raise kv\.memory_bytes")
+
+    def test_a_host_with_fewer_ranks_gives_them_no_more(self):
+        workers = self.tmp / "uneven_workers.yaml"
+        workers.write_text(f"model: {{path: {self.model}}}\npool: {{control_listen: '127.0.0.1:0'}}\n")
+        self.refuse("plan", "--config", workers, "--tokens", 1 << 20, "--ranks", 9, "--ranks-per-host", 8,
+                    "--set", "pool.embedded.memory_bytes=1MiB", "--set", "model.weights=resident", status=1,
+                    message=rf"memory budget of {(1 << 20) // 8 * 9} bytes")
+
     def test_a_pools_speed_is_kept(self):
         profile = self.tmp / "kept" / "speed.json"
         kept = ["plan", "--config", self.config, "--tokens", 3000, "--json", "--set", f"plan.profile_path={profile}"]
@@ -496,6 +513,8 @@ class CliTest(CliTestCase):
             (["plan", "--config", config, "--tokens", 0], r"--tokens.*'0' is no whole number of 1 or more"),
             (["plan", "--config", config, "--tokens", 9, "--cached", -1], r"--cached"),
             (["plan", "--config", config, "--tokens", 9, "--cached", 1 << 20], r"--cached 1048576"),
+            (["plan", "--config", config, "--tokens", 9, "--cached", 2**63 - 1], r"--cached 9223372036854775807"),
+            (["plan", "--config", config, "--tokens", 2**63 - 1, "--cached", 2**63 - 1], r"--tokens 9223372036854775807"),
             (["plan", "--config", config, "--tokens", (1 << 20) + 1], r"1048577"),
             (["plan", "--config", config, "--tokens", 9, "--tile", "5x1"], r"5x1.*4"),
             (["make-model", "--arch", "gpt", "--out", self.tmp / "x"], r"--arch.*gpt.*llama"),
@@ -513,8 +532,6 @@ class CliTest(CliTestCase):
             (folder / name).write_bytes(data)
         for tokens, options, message in (
             (folder / "missing", [], r"missing: no such file"),
-            (["plan", "--config", config, "--tokens", 9, "--cached", 2**63 - 1], r"--cached 9223372036854775807"),
-            (["plan", "--config", config, "--tokens", 2**63 - 1, "--cached", 2**63 - 1], r"--tokens 9223372036854775807"),
             ("hello world", [], r"hello world: no such file; .*text belongs in a file, with --format bytes"),
             (folder, [], r"cannot be read"),
             (folder / "empty", [], r"empty: holds no tokens"),

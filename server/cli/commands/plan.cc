@@ -9,6 +9,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "engine/embedded_pool.h"
+#include "engine/kv_budget.h"
 #include "engine/model/model_config.h"
 #include "engine/model/strict_json.h"
 #include "engine/plan/pieces.h"
@@ -149,7 +150,11 @@ class PlanCommand : public Command {
                                     const ModelShape& shape, const EmbeddedPoolCapacity& host,
                                     int ranks) const {
     ASSIGN_OR_RETURN(const PlanRequest request, Request(config, options, host, ranks));
-    return MakePlanInPieces(shape, host.speed, request, GranuleOf(config, request));
+    ASSIGN_OR_RETURN(PlanChoice choice,
+                     MakePlanInPieces(shape, host.speed, request, GranuleOf(config, request)));
+    const int64_t kv_bytes = KvBudgetBytes(host, options.kv_memory_bytes, options.kv_host_memory_bytes);
+    RETURN_IF_ERROR(CheckKvOfPieces(shape, request, choice, OfAllRanks(kv_bytes, options.ranks, ranks)));
+    return choice;
   }
 
   // Adds the predicted seconds of streamed weights, and a row for the same weights shared by `hosts` hosts.
@@ -218,28 +223,38 @@ class PlanCommand : public Command {
     std::fwrite(text.data(), 1, text.size(), stdout);
   }
 
+  // What all ranks have where a host has `host_bytes` for its own: each has as much as one of a full host.
+  static int64_t OfAllRanks(int64_t host_bytes, int ranks_of_host, int ranks) {
+    return ranks == ranks_of_host ? host_bytes : host_bytes / ranks_of_host * ranks;
+  }
+
   // `options` and `host` are of one host, which this machine stands for.
   absl::StatusOr<PlanRequest> Request(const v1::Config& config, const EngineOptions& options,
                                       const EmbeddedPoolCapacity& host, int ranks) const {
     PlanRequest request = PlanRequestOf(options, shape_, tokens_);
     request.ranks = ranks;
     request.cached_tokens = cached_tokens_;
-    request.memory_budget_bytes = host.memory_budget_bytes * ((ranks + options.ranks - 1) / options.ranks);
+    request.memory_budget_bytes = OfAllRanks(host.memory_budget_bytes, options.ranks, ranks);
     request.one_memory = host.one_memory;
-    request.weights = host.weights.Share((ranks + options.ranks - 1) / options.ranks, 1);
-    if (config.pool().control_listen().empty()) return request;
+    request.kv_on_host = host.kv_on_host;
+    const int workers = (ranks + options.ranks - 1) / options.ranks;
+    request.weights = host.weights.Share(workers, 1);
+    if (config.pool().control_listen().empty()) {
+      // A server's prompts leave K and V for its cache, behind GPUs where the config wants that.
+      request.keeps_kv = host.kv_on_host && options.kv_cache.value_or(false);
+      return request;
+    }
     request.one_memory = false;
     request.hides_exchanges = host.many_messages && !options.whole_exchanges;
     request.many_rings = host.many_messages;
     request.topology = TopologyOf(config.pool());
     for (int seat = 0; seat < ranks; ++seat) request.topology.node_of_seat.push_back(seat / options.ranks);
     if (host.weights.mode != WeightMode::kSharded) return request;
-    std::vector<int> hosts((ranks + options.ranks - 1) / options.ranks);
+    std::vector<int> hosts(static_cast<size_t>(workers));
     std::iota(hosts.begin(), hosts.end(), 0);
-    const int workers = static_cast<int>(hosts.size());
-    request.memory_budget_bytes -= workers * ShareBytes(host.weights, workers);
-    RETURN_IF_ERROR(CheckShares(host.weights, workers, request.memory_budget_bytes));
-    request.memory_budget_bytes = std::max<int64_t>(1, request.memory_budget_bytes);
+    const int64_t left = host.memory_budget_bytes - ShareBytes(host.weights, workers);
+    RETURN_IF_ERROR(CheckShares(host.weights, workers, left));
+    request.memory_budget_bytes = std::max<int64_t>(1, OfAllRanks(left, options.ranks, ranks));
     request.weights = SharedWeightsOf(host.weights, request.topology, hosts);
     return request;
   }
