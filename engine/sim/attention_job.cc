@@ -1,8 +1,17 @@
 #include "engine/sim/attention_job.h"
 
+#include <algorithm>
+
 #include "absl/strings/str_cat.h"
 
 namespace meshfill::sim {
+namespace {
+
+// Of Q at its widest. O, dO, Q and LSE of a chunk take four times as much at most, and all that a rank holds
+// or sends at once, of all tokens, 16 times: int64 counts that.
+constexpr double kMostTensorBytes = 0x1p58;
+
+}  // namespace
 
 const char* PassName(Pass pass) { return pass == Pass::kForward ? "forward" : "backward"; }
 
@@ -28,6 +37,13 @@ absl::Status CheckJob(const AttentionJob& job) {
   }
   if (job.wire.element < 1 || job.wire.partial < 1 || job.wire.gradient < 1 || job.wire.lse < 0) {
     return absl::InvalidArgumentError("attention: a number on the wire takes at least 1 byte");
+  }
+  const int widest = std::max({4, job.wire.element, job.wire.partial, job.wire.gradient, job.wire.lse});
+  const double numbers = static_cast<double>(job.tokens) * job.q_heads * job.head_dim;
+  if (numbers * widest >= kMostTensorBytes) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("attention: ", job.tokens, " tokens of ", job.q_heads, " query heads of ", job.head_dim,
+                     " are too many bytes to count; lower the tokens, the heads or head_dim"));
   }
   return absl::OkStatus();
 }

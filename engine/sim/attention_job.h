@@ -32,8 +32,8 @@ struct AttentionJob {
   double Flops(Pass pass) const;
 };
 
-// INVALID_ARGUMENT naming what is not positive, 2^31 tokens or more, or KV heads that do not divide the query
-// heads.
+// INVALID_ARGUMENT naming what is not positive, 2^31 tokens or more, KV heads that do not divide the query
+// heads, or chunks whose bytes would not fit 63 bits together.
 absl::Status CheckJob(const AttentionJob& job);
 
 // Bytes of the chunks of `tokens` tokens with `q_heads` and `kv_heads` heads.

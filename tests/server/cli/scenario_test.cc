@@ -212,6 +212,8 @@ TEST(Scenario, RefusesWhatItCannotRunByNameAndLine) {
       {"q_heads: 8", "q_heads: 65537", "attention: too large"},
       {"kv_heads: 2", "kv_heads: 65537", "attention: too large"},
       {"head_dim: 64", "head_dim: 65537", "attention: too large"},
+      {"tokens: 65536, q_heads: 8, kv_heads: 2, head_dim: 64",
+       "tokens: 2147483647, q_heads: 65536, kv_heads: 65536, head_dim: 65536", "lower the tokens, the heads"},
       {"gpus: 4, 8", "gpus: \"\"", "gpus"},
       {"ring, usp", "ring, rung", ":10: strategies"},
       {"gpus: 4, 8", "gpus: 4\npasses: twice", "passes"},
