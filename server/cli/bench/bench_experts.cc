@@ -92,6 +92,7 @@ class BenchExpertsCommand : public LayerBenchCommand {
       engine_.model_path = models.folders()[model];
       engine_.dtype = dtype_;
       ASSIGN_OR_RETURN(measured_[model].engine, LoadEmbeddedEngine(engine_));
+      RETURN_IF_ERROR(measured_[model].engine->MakePlan(tokens_, {}).status());  // before the prompt is
     }
     return absl::OkStatus();
   }

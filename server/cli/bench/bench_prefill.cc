@@ -114,6 +114,7 @@ class BenchPrefillCommand : public Command {
     Contender contender{.engine = std::move(engine), .options = {}, .runs = {}};
     contender.options.tile = tile;
     contender.options.heads = heads;
+    RETURN_IF_ERROR(contender.engine->MakePlan(tokens_, contender.options).status());  // before the prompt is
     contenders_.push_back(std::move(contender));
     return absl::OkStatus();
   }

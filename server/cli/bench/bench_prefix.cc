@@ -43,6 +43,7 @@ class BenchPrefixCommand : public Command {
     block_tokens_ = static_cast<int>(config.kv().block_tokens());
     ASSIGN_OR_RETURN(const std::unique_ptr<PrefillEngine> engine,
                      LoadEmbeddedEngine(ToEngineOptions(config)));
+    RETURN_IF_ERROR(engine->MakePlan(tokens_, {}).status());  // before the prompts are
     for (int round = 0; round < rounds_; ++round) {
       const std::vector<uint32_t> prompt = RandomTokens(tokens_, engine->model().vocab);
       std::vector<uint32_t> alike = RandomTokens(tokens_, engine->model().vocab);

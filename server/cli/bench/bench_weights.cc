@@ -205,6 +205,7 @@ class BenchWeightsCommand : public Command {
   }
 
   absl::Status WarmUp(PrefillEngine& engine) const {
+    RETURN_IF_ERROR(engine.MakePlan(tokens_, {}).status());  // before the prompt is
     return RunPrefill(engine, {Prompt(engine, std::min(tokens_, kWarmUpTokens)), {}}).status();
   }
 

@@ -129,6 +129,15 @@ TEST_F(BenchRefusals, PromptsThatTheModelDoesNotTake) {
   EXPECT_EQ(Refused({"weights", "--config", Config(), "--tokens", "101"}), refused);
   EXPECT_THAT(Refused({"experts", "--experts", "8", "--expert-width", "32", "--tokens", "5000000"}, kTiny),
               MatchesRegex("the prompt has 5000000 tokens; model .* is for 4194304 at most; .*"));
+  // No vector has so many: they are refused before there is a prompt.
+  const std::string most = "9000000000000000000";
+  const std::string no_prompt =
+      absl::StrCat("the prompt has ", most, " tokens; model short is for 100 at most; shorten the prompt");
+  EXPECT_EQ(Refused({"prefix", "--config", Config(), "--tokens", most}), no_prompt);
+  EXPECT_EQ(Refused({"prefill", "--model", Model(), "--tokens", most}), no_prompt);
+  EXPECT_EQ(Refused({"weights", "--config", Config(), "--tokens", most}), no_prompt);
+  EXPECT_THAT(Refused({"experts", "--experts", "8", "--expert-width", "32", "--tokens", most}, kTiny),
+              HasSubstr("is for 4194304 at most"));
 }
 
 TEST_F(BenchRefusals, PlansThatTheModelHasNot) {
