@@ -10,6 +10,9 @@ namespace meshfill {
 namespace {
 
 constexpr absl::Duration kRound = absl::Seconds(1);  // the longest time between two looks at the streams
+// How long a part waits at least before it is dropped: where many read at once, each takes its turn on the
+// link.
+constexpr absl::Duration kLeastWait = absl::Seconds(1);
 
 }  // namespace
 
@@ -58,7 +61,7 @@ void KvStreams::OnWriteBegin(KvFetchStream* stream, absl::Time now, int64_t byte
   entry.write_begin = now;
   entry.unread_bytes = bytes;
   unread_bytes_ += bytes;
-  BoundUnread();
+  BoundUnread(now);
 }
 
 void KvStreams::OnWriteEnd(KvFetchStream* stream) {
@@ -66,7 +69,7 @@ void KvStreams::OnWriteEnd(KvFetchStream* stream) {
   unread_bytes_ -= std::exchange(streams_.at(stream).unread_bytes, 0);
 }
 
-void KvStreams::BoundUnread() {
+void KvStreams::BoundUnread(absl::Time now) {
   while (unread_bytes_ > limits_.unread_bytes) {
     Entry* oldest = nullptr;
     int unread = 0;
@@ -75,7 +78,7 @@ void KvStreams::BoundUnread() {
       ++unread;
       if (oldest == nullptr || entry.write_begin < oldest->write_begin) oldest = &entry;
     }
-    if (unread <= 1) return;  // the newest
+    if (unread <= 1 || now - oldest->write_begin < kLeastWait) return;  // the newest; or all read
     unread_bytes_ -= std::exchange(oldest->unread_bytes, 0);
     crowded_out_.push_back(*oldest);
     wake_.NotifyAll();
@@ -130,6 +133,7 @@ void KvStreams::Watch() {
     streams.clear();
     next_round = MonotonicNow() + kRound;
     lock.Lock();
+    BoundUnread(MonotonicNow());
     leases_ = counts.leases;
     counted_ = !changed_;
     settled_.NotifyAll();

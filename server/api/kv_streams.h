@@ -75,7 +75,7 @@ class KvStreams {
 
   void Watch();
   // Lets the parts that have waited longest be dropped, until the others fit the bound.
-  void BoundUnread() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void BoundUnread(absl::Time now) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
   KvSource& source_;
   const Limits limits_;

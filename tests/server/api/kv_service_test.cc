@@ -592,6 +592,7 @@ TEST_F(KvServiceTest, ReadersWhoStandStillTakeNoMoreThanTheirBound) {
     absl::SleepFor(absl::Milliseconds(200));  // until its next ones fill the windows
   }
   ExpectValues(client_->Fetch(Request(lease)), {.tokens = kTokens, .heads = 2}, 0, 4);
+  absl::SleepFor(absl::Milliseconds(2200));  // a second for each, and until somebody looks
   std::vector<bool> ok;
   for (const auto& reader : readers) {
     while (reader->stream->Read(&reader->part)) {
