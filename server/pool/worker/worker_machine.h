@@ -150,6 +150,7 @@ class WorkerMachine {
   void OnMessage(Connection connection, const v1::LeaderMessage& message, absl::Time now);
   void OnDisconnected(Connection connection, const absl::Status& why, absl::Time now);
   void OnTick(absl::Time now, const ProgressOfRuns& progress);  // a few times in a second
+  void SendProgress(const ProgressOfRuns& progress);            // at once
   // Finish the runs, leave, exit. The leader lets go once nobody needs what this worker holds.
   void Drain(absl::Time now);
 
@@ -189,7 +190,6 @@ class WorkerMachine {
   ActiveRun* Find(uint64_t number, Phase phase);
   // The run may be over at once: it is gone then.
   void StopRunning(uint64_t number, const std::string& reason);
-  void SendProgress(const ProgressOfRuns& progress);
 
   void Detach(const std::string& why, absl::Time now);
   void MaybeExit();

@@ -169,10 +169,11 @@ TEST_F(SubmeshesLeaderTest, WhoHasNoWorkersLeftIsRefusedBesideARun) {
   leader_.OnDisconnected(2, now_);
   run_ = run;
   for (uint64_t second = 1; second <= 11; ++second) {
-    EXPECT_EQ(answers_.size(), second == 11 ? 1u : 0u) << second;
+    EXPECT_TRUE(answers_.empty()) << second;
     SayOperations(1, second);
     Pass(absl::Seconds(1), {1});
   }
+  ASSERT_EQ(answers_.size(), 1u);
   EXPECT_TRUE(absl::IsUnavailable(answers_.back().status())) << answers_.back().status();
   RankDone(1, 0, kVocab);
   ASSERT_EQ(answers_.size(), 2u);
