@@ -329,6 +329,7 @@ PackRoom EmbeddedEngine::MeasurePackRoom() const {
 
 absl::StatusOr<std::vector<std::unique_ptr<Prefill>>> EmbeddedEngine::StartPack(
     std::span<const PrefillRequest> requests, std::span<PrefillObserver* const> observers) {
+  if (pack_room_.ranks == 0) return PrefillEngine::StartPack(requests, observers);
   Pack pack(pack_room_);
   std::vector<int64_t> rank_bytes(static_cast<size_t>(options_.ranks), PassBytes());
   std::vector<PackedPrefill> prompts;

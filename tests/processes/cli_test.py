@@ -210,21 +210,27 @@ class CliTest(CliTestCase):
         self.refuse("plan", "--config", self.config, "--tokens", 500, "--ranks", 65, status=2, message=r"--ranks 65.*64")
 
     def test_plan_of_pieces_needs_room_for_their_kv(self):
-        tight = ["--tokens", 65536, "--set", "pool.embedded.memory_bytes=16MiB"]
-        workers = self.tmp / "tight_workers.yaml"
-        workers.write_text(f"model: {{path: {self.model}}}\npool: {{control_listen: '127.0.0.1:0'}}\n")
-        for where in (["plan", "--config", self.config], ["plan", "--config", workers, "--ranks", 4]):
-            plan = json.loads(self.succeed(*where, *tight, "--set", "kv.memory_bytes=64MiB", "--json"))
-            self.assertGreater(plan["pieces"], 1)
-            for room in ([], ["--set", "kv.memory_bytes=1MiB"]):
-                self.refuse(*where, *tight, *room, status=1, message=r"in pieces its K and V take .* raise kv\.memory_bytes")
+        tight = ["plan", "--config", self.config, "--tokens", 65536, "--set", "pool.embedded.memory_bytes=32MiB"]
+        plan = json.loads(self.succeed(*tight, "--set", "kv.memory_bytes=32MiB", "--json"))  # 512 bytes a token
+        self.assertGreater(plan["pieces"], 1)
+        for room in ([], ["--set", "kv.memory_bytes=31MiB"]):
+            self.refuse(*tight, *room, status=1, message=r"in pieces its K and V take 33554432 bytes.* raise kv\.memory_bytes")
 
     def test_a_host_with_fewer_ranks_gives_them_no_more(self):
+        wide = self.tmp / "wide"  # no machine has the memory for its activations
+        wide.mkdir()
+        config = json.loads((self.model / "config.json").read_text())
+        config |= {"hidden_size": 65536, "num_hidden_layers": 1, "max_position_embeddings": 1 << 30}
+        (wide / "config.json").write_text(json.dumps(config))
         workers = self.tmp / "uneven_workers.yaml"
-        workers.write_text(f"model: {{path: {self.model}}}\npool: {{control_listen: '127.0.0.1:0'}}\n")
-        self.refuse("plan", "--config", workers, "--tokens", 1 << 20, "--ranks", 9, "--ranks-per-host", 8,
-                    "--set", "pool.embedded.memory_bytes=1MiB", "--set", "model.weights=resident", status=1,
-                    message=rf"memory budget of {(1 << 20) // 8 * 9} bytes")
+        workers.write_text(f"model: {{path: {wide}}}\npool: {{control_listen: '127.0.0.1:0'}}\n")
+        budgets = []
+        for ranks in (8, 9):
+            refused = run("plan", "--config", workers, "--tokens", 1 << 29, "--layout", "zigzag", "--ranks", ranks,
+                          "--ranks-per-host", 8)
+            self.assertEqual(refused.returncode, 1)
+            budgets.append(int(re.search(rb"memory budget of (\d+) bytes", refused.stderr)[1]))
+        self.assertLess(budgets[1], 1.5 * budgets[0])  # by what is free meanwhile; a whole host more would be 2
 
     def test_a_pools_speed_is_kept(self):
         profile = self.tmp / "kept" / "speed.json"

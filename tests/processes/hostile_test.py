@@ -125,8 +125,8 @@ class HostileTest(CliTestCase):
         self.assertIn("no regular file", started.stderr.decode())
 
     def test_json_that_is_a_pipe(self):
-        def stderr_of(*command, model):
-            started = run(*command, "--config", self.config, "--set", f"model.path={model}")
+        def stderr_of(*command, model, config=self.config):
+            started = run(*command, "--config", config, "--set", f"model.path={model}")
             self.assertEqual(started.returncode, 2)
             return started.stderr.decode()
 
@@ -134,9 +134,10 @@ class HostileTest(CliTestCase):
         config.mkdir()
         os.mkfifo(config / "config.json")
         os.symlink(self.model / "model.safetensors", config / "model.safetensors")
-        workers = ("--set", "pool.control_listen=127.0.0.1:0")
-        for command in (("serve",), ("serve", *workers), ("plan", "--tokens", "100")):
-            self.assertIn("config.json: is no regular file", stderr_of(*command, model=config), command)
+        workers = self.tmp / "piped-workers.yaml"
+        workers.write_text("listen: 127.0.0.1:0\nmetrics_listen: ''\npool: {control_listen: '127.0.0.1:0'}\n")
+        for of, command in ((self.config, ("serve",)), (workers, ("serve",)), (self.config, ("plan", "--tokens", "100"))):
+            self.assertIn("config.json: is no regular file", stderr_of(*command, model=config, config=of), command)
         index = self.tmp / "piped-index"
         index.mkdir()
         os.symlink(self.model / "config.json", index / "config.json")
