@@ -285,17 +285,17 @@ class CliServerTest(CliTestCase):
 
     def test_a_stop_while_the_model_is_loaded(self):
         folder = self.tmp / "slow"
-        shutil.copytree(self.model, folder)
-        pipe = folder / "config.json"
-        pipe.unlink()
-        os.mkfifo(pipe)
-        commands = (("serve", "--config", self.config),
-                    ("worker", "--join", "127.0.0.1:1", "--set", "pool.worker.metrics_listen="))
-        for command in commands:
+        self.succeed("make-model", "--arch", "llama", "--out", folder, "--layers", 2, "--hidden", 1024, "--heads", 8,
+                     "--kv-heads", 8, "--dtype", "f32")
+        config = self.tmp / "slow_worker.yaml"
+        config.write_text(f"model: {{path: {folder}}}\npool: {{worker: {{threads: 1, metrics_listen: ''}}}}\n")
+        for command in (("serve", "--config", self.config), ("worker", "--join", "127.0.0.1:1", "--config", config)):
             for number in (signal.SIGINT, signal.SIGTERM):
-                process = subprocess.Popen([MESHFILL, *command, "--set", f"model.path={folder}"], stderr=subprocess.PIPE)
+                # The pool's speed is measured at each start, which takes a second.
+                process = subprocess.Popen([MESHFILL, *command, "--set", f"model.path={folder}", "--set", "plan.measure=true"],
+                                           stderr=subprocess.PIPE)
                 self.addCleanup(process.kill)
-                self.assertIn(b" loading ", process.stderr.readline())  # for ever: nobody writes to the pipe
+                self.assertIn(b" loading ", process.stderr.readline())
                 process.send_signal(number)
                 said = process.communicate(timeout=TIMEOUT_SECONDS)[1].decode()
                 self.assertRegex(said, r"stopped while loading the model\n\Z")
