@@ -13,6 +13,7 @@ _OPTIONS = (
     ("grpc.max_receive_message_length", -1),  # a result with all logits of a large vocabulary
     ("grpc.keepalive_time_ms", 60_000),  # a server that vanished is noticed; the server allows a ping every 10 s
     ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.http2.max_pings_without_data", 0),  # gRPC stops after two pings without it
     ("grpc.initial_reconnect_backoff_ms", 500),
     ("grpc.max_reconnect_backoff_ms", 5_000),  # a server that comes back is noticed
 )
