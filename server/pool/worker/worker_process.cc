@@ -181,13 +181,11 @@ class WorkerProcess::Impl final : private ControlClient::Listener, private RankH
     Handle([&](WorkerMachine& machine) { machine.OnRunPrepared(run, std::move(addresses)); });
   }
   void OnRankDone(uint64_t run, int rank, absl::StatusOr<RankOutput> output) override {
-    // The leader blames a prompt for a failure only once its ranks have done something.
-    const WorkerMachine::ProgressOfRuns progress =
-        output.ok() ? WorkerMachine::ProgressOfRuns() : host_->progress();
     Handle([&](WorkerMachine& machine) {
       // The leader hears of a lost device once: by the end of this process.
       if (host_->lost()) return;
-      if (!output.ok()) machine.SendProgress(progress);
+      // It blames a prompt for a failure only once its ranks have done something.
+      if (!output.ok()) machine.SendProgress(host_->progress());
       machine.OnRankDone(run, rank, std::move(output));
     });
   }
