@@ -129,8 +129,10 @@ TEST(EmbeddedPack, IsOfDevicesWhoseProductsAllowIt) {
 }
 
 TEST_F(EmbeddedPackTest, HoldsASliceOnEachRankOrWhatFits) {
-  EXPECT_EQ(Load(1)->pack_room(), (PackRoom{.ranks = 1, .rank_tokens = SlowWeights().slice_tokens}));
-  EXPECT_EQ(Load(3)->pack_room(), (PackRoom{.ranks = 3, .rank_tokens = SlowWeights().slice_tokens}));
+  for (const int ranks : {1, 3}) {
+    EXPECT_EQ(Load(ranks)->pack_room().ranks, ranks);
+    EXPECT_EQ(Load(ranks)->pack_room().rank_tokens, SlowWeights().slice_tokens);
+  }
   const auto choice = Load(1)->MakePlan(200, {});
   ASSERT_TRUE(choice.ok()) << choice.status();
   // Longer ones would run in pieces.
@@ -287,14 +289,14 @@ TEST_F(EmbeddedPackTest, RefusesWhatHasGrownTooLong) {
 
 // Each of them alone has room: a plan is made for all the memory of a rank.
 TEST_F(EmbeddedPackTest, HoldsNoMoreThanTheMemoryOfARank) {
-  const auto choice = Load(1)->MakePlan(600, {});
+  const auto choice = Load(1)->MakePlan(500, {});
   ASSERT_TRUE(choice.ok()) << choice.status();
   const int64_t one = choice->plan.predicted.run_bytes;
   const auto engine = Load(1, WeightMode::kResident, one + one / 2, /*kv=*/1 << 30);
   ASSERT_NE(engine, nullptr);
   EXPECT_EQ(engine->pack_room().rank_bytes, one + one / 2);
-  EXPECT_EQ(engine->ShareOfPack(600, {}).bytes, one);
-  Backlog backlog({RandomPrompt(600, random_), RandomPrompt(10, random_)}, *engine);
+  EXPECT_EQ(engine->ShareOfPack(500, {}).bytes, one);
+  Backlog backlog({RandomPrompt(500, random_), RandomPrompt(10, random_)}, *engine);
   {
     const auto fits = engine->StartPack(backlog.requests, backlog.observers);
     EXPECT_TRUE(fits.ok()) << fits.status();
@@ -345,12 +347,12 @@ TEST_F(EmbeddedPackTest, StopEndsOneAndTheOthersComputeOn) {
 
 TEST_F(EmbeddedPackTest, TakesTheMemoryOfItsBusiestRankOnAll) {
   const auto roomy = Load(2);
-  const auto choice = roomy->MakePlan(600, {.submeshes = 2});
+  const auto choice = roomy->MakePlan(500, {.submeshes = 2});
   ASSERT_TRUE(choice.ok()) << choice.status();
   const int64_t one = choice->plan.predicted.run_bytes;
   const auto engine = Load(2, WeightMode::kResident, 2 * (one + one / 2));
   ASSERT_NE(engine, nullptr);
-  const auto long_one = RandomPrompt(600, random_);
+  const auto long_one = RandomPrompt(500, random_);
   Backlog backlog({long_one, RandomPrompt(10, random_)}, *engine);
   auto first = engine->StartPack(backlog.requests, backlog.observers);
   ASSERT_TRUE(first.ok()) << first.status();
