@@ -96,7 +96,8 @@ std::vector<prometheus::MetricFamily> MetricFamilies::Collect() {
 
 void MetricFamilies::AddRank(int rank) {
   const std::string label = std::to_string(rank);
-  for (Family<Counter>* family : {&attention, &attention_compute, &busy, &mesh_busy}) family->Add({{"rank", label}});
+  for (Family<Counter>* family : {&attention, &attention_compute, &busy, &mesh_busy})
+    family->Add({{"rank", label}});
   for (Traffic traffic : kPrefillTraffics) {
     comm_wait.Add({{"rank", label}, {"op", OperationName(traffic)}});
   }

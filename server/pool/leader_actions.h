@@ -22,15 +22,15 @@ struct RunResult {
   std::vector<float> logits;
   std::vector<RankStats> ranks;
   std::vector<int> pool_ranks;  // the pool's rank that each of these is, when the run began
-  double peak_flops = 0;      // sum of the ranks that took part
-  double seconds = 0;         // this run, from Prepare to the last RankDone, without probes and pauses
-  bool probed = false;        // the run measured links, too
-  int pieces = 1;             // pieces that the prompt ran in: ranks' stats and seconds are sums over them
-  int64_t piece_tokens = 0;   // tokens of each piece but the last; 0: there is one piece
-  int64_t cached_tokens = 0;  // cached tokens before the first piece
-  int attempts = 1;           // attempts at the request, each after a run that failed
-  double lost_seconds = 0;    // from the first attempt's begin to this one's, without pauses
-  double paused_seconds = 0;  // pauses of all attempts together
+  double peak_flops = 0;        // sum of the ranks that took part
+  double seconds = 0;           // this run, from Prepare to the last RankDone, without probes and pauses
+  bool probed = false;          // the run measured links, too
+  int pieces = 1;               // pieces that the prompt ran in: ranks' stats and seconds are sums over them
+  int64_t piece_tokens = 0;     // tokens of each piece but the last; 0: there is one piece
+  int64_t cached_tokens = 0;    // cached tokens before the first piece
+  int attempts = 1;             // attempts at the request, each after a run that failed
+  double lost_seconds = 0;      // from the first attempt's begin to this one's, without pauses
+  double paused_seconds = 0;    // pauses of all attempts together
 };
 
 class LeaderActions {

@@ -431,7 +431,9 @@ std::vector<int> PoolRanks(const std::vector<const Membership::Worker*>& all,
   }
   std::vector<int> by_seat;
   for (const auto& [worker, first, count] : SeatWorkers(workers, ranks)) {
-    for (int i = 0; i < count; ++i) by_seat.push_back(first_rank[worker] + i);
+    const auto [of, drains] = first_rank.try_emplace(worker, next);
+    if (drains) next += static_cast<int>(worker->offer.ranks());
+    for (int i = 0; i < count; ++i) by_seat.push_back(of->second + i);
   }
   return by_seat;
 }

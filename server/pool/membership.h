@@ -149,7 +149,8 @@ struct SeatsOfWorker {
 };
 // The seats of a run over so many ranks: as many of `workers` as it needs, in their order.
 std::vector<SeatsOfWorker> SeatWorkers(const std::vector<const Membership::Worker*>& workers, int ranks);
-// By seat of such a run: which rank of the pool sits there. The pool's ranks are those of `all`, in order.
+// By seat of such a run: which rank of the pool sits there. The pool's ranks are those of `all`, in order,
+// and then those of workers that drain, which are not among them.
 std::vector<int> PoolRanks(const std::vector<const Membership::Worker*>& all,
                            const std::vector<const Membership::Worker*>& workers, int ranks);
 

@@ -49,6 +49,13 @@ class PrefillQueuePacksTest : public PrefillQueueFixture {
     request.pack = {.tokens = 3, .least_seconds = 1};
     return request;
   }
+  // Too long for a pack; it stands at its first layer.
+  Sent BeginLong() {
+    engine_.Hold(0);
+    Sent sent = Send(RequestOf(50, 50, 1000));
+    EXPECT_TRUE(engine_.WaitForBegun(1));
+    return sent;
+  }
   // Of the highest class: the others wait until it ends.
   Sent Block(double seconds = 100) {
     engine_.Hold(0);
@@ -160,14 +167,9 @@ TEST_F(PrefillQueuePacksTest, APackGivesWayToAHigherClassAndGoesOn) {
 
 TEST_F(PrefillQueuePacksTest, APackThatFindsNoMemoryWaitsForAnEnd) {
   MakeQueue();
-  engine_.Hold(0);
   engine_.RefuseBesideOthers(2);
-  Sent long_one = Send(RequestOf(50, 50, 1000));
-  ASSERT_TRUE(engine_.WaitForBegun(1));
-  Request high = RequestOf(99, 1, 100);
-  high.priority = 2;
-  Sent blocker = Send(high);
-  ASSERT_TRUE(engine_.WaitForBegun(2));
+  Sent long_one = BeginLong();
+  Sent blocker = Block();
   std::vector<Sent> sent;
   for (uint32_t id = 1; id <= 3; ++id) sent.push_back(Send(ShortRequest(id)));
   Unblock(blocker);
@@ -185,13 +187,8 @@ TEST_F(PrefillQueuePacksTest, APackThatFindsNoMemoryWaitsForAnEnd) {
 // Each of them fits: none waits for the long one's end, as all together would have to.
 TEST_F(PrefillQueuePacksTest, APackThatFindsNoMemoryRunsOneByOne) {
   MakeQueue();
-  engine_.Hold(0);
-  Sent long_one = Send(RequestOf(50, 50, 1000));
-  ASSERT_TRUE(engine_.WaitForBegun(1));
-  Request high = RequestOf(99, 1, 100);
-  high.priority = 2;
-  Sent blocker = Send(high);
-  ASSERT_TRUE(engine_.WaitForBegun(2));
+  Sent long_one = BeginLong();
+  Sent blocker = Block();
   engine_.FailPacks(absl::ResourceExhaustedError("no room"));
   std::vector<Sent> sent;
   for (uint32_t id = 1; id <= 3; ++id) sent.push_back(Send(ShortRequest(id)));

@@ -461,7 +461,8 @@ TEST(RunOrderPacks, OneThatLeavesLetsTheOthersCompute) {
   EXPECT_EQ(only.live(), 0);
 }
 
-// First each by itself. Who finds no memory even so waits, and once another has ended they share a pass again.
+// First each by itself. Who finds no memory even so waits, and once another has ended they share a pass
+// again.
 TEST(RunOrderPacks, APackThatFindsNoMemoryWaitsForAnEnd) {
   for (const bool others_live : {true, false}) {
     RunOrder order({.max_age = absl::Hours(1), .most_live = 4, .pack = kRoom});

@@ -120,6 +120,8 @@ TEST(SeatWorkersTest, SeatsOfAPartOfThePoolAreItsRanks) {
   EXPECT_EQ(PoolRanks(all, all, 6), (std::vector<int>{0, 1, 2, 3, 4, 5}));
   EXPECT_EQ(PoolRanks(all, {all[2], all[3]}, 3), (std::vector<int>{3, 4, 5}));
   EXPECT_EQ(PoolRanks(all, {all[1], all[3]}, 3), (std::vector<int>{1, 2, 4})) << "one sits idle";
+  EXPECT_EQ(PoolRanks({all[0], all[2]}, {all[1], all[2], all[3]}, 5), (std::vector<int>{2, 3, 1, 4, 5}))
+      << "two drain";
 }
 
 TEST_F(MembershipTest, OffersAreBounded) {
