@@ -30,14 +30,19 @@ KvFetchStream::KvFetchStream(KvStreams& streams, grpc::CallbackServerContext* co
 
 void KvFetchStream::OnChange() {
   const MutexLock lock(mu_);
-  if (StandsStill()) GiveUp("its reader stood still for longer than limits.result_timeout");
+  if (StandsStill())
+    GiveUp(
+        "its reader stood still for longer than limits.result_timeout; ask for the rest while the lease "
+        "lasts");
   Pump();
 }
 
 void KvFetchStream::OnCrowdedOut(absl::Time write_begin) {
   const MutexLock lock(mu_);
   if (!writing_ || write_begin_ != write_begin) return;  // that part was read meanwhile
-  GiveUp("its part has waited longest for its reader, and others need the memory (limits.unread_bytes)");
+  GiveUp(
+      "its part has waited longest for its reader, and others need the memory (limits.unread_bytes); "
+      "ask for the rest while the lease lasts");
 }
 
 void KvFetchStream::GiveUp(const char* reason) {
