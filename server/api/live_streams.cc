@@ -31,7 +31,7 @@ void LiveStreams::Add(std::shared_ptr<Stream> stream) {
 void LiveStreams::OnMessage(Stream* stream, int64_t tokens_so_far) {
   const MutexLock lock(mu_);
   const auto entry = streams_.find(stream);
-  if (entry == streams_.end()) return;
+  if (entry == streams_.end() || entry->second.overdue_at == absl::InfiniteFuture()) return;  // told, or done
   // The watcher need not wake: it finds the later time when it looks at the earlier one.
   absl::Time from = MonotonicNow();
   if (limits_.upload_tokens_per_second > 0) {

@@ -24,8 +24,8 @@ class LiveStreams {
   class Stream {
    public:
     virtual ~Stream() = default;
-    // No message came for the upload timeout, or the upload is behind the slowest pace. May be called once
-    // more after UploadDone or a late message.
+    // No message came for the upload timeout, or the upload is behind the slowest pace. Called once at most,
+    // perhaps while UploadDone or a late message comes in.
     virtual void OnUploadOverdue() = 0;
     // The server drains. It waits for no stream that has not even sent its header.
     virtual void OnDrain() = 0;
