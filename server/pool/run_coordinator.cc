@@ -205,6 +205,7 @@ RunCoordinator::Outcome RunCoordinator::OnProgress(Connection worker, const v1::
       seat.moved_at = now;
     }
     seat.computing = rank.computing();
+    seat.has_computed |= rank.has_computed();
     seat.heard = Computed(now);
     seat.layers_done =
         std::max(seat.layers_done, std::min(static_cast<int>(rank.layers_done()), options_.layers));
@@ -380,7 +381,8 @@ PromptPlace RunCoordinator::PlaceOfEnd(absl::Time now, absl::Duration delay) con
 }
 
 bool RunCoordinator::HasComputed() const {
-  return std::any_of(seats_.begin(), seats_.end(), [](const Seat& seat) { return seat.operations > 0; });
+  return std::all_of(seats_.begin(), seats_.end(),
+                     [](const Seat& seat) { return seat.has_computed || seat.done; });
 }
 
 bool RunCoordinator::Shares(const RunCoordinator& other) const {

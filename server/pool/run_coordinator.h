@@ -126,7 +126,7 @@ class RunCoordinator {
   bool Shares(const RunCoordinator& other) const;
   // Where in the prompt the run is, were it to end now, if words of its ranks take no longer than `delay`.
   PromptPlace PlaceOfEnd(absl::Time now, absl::Duration delay) const;
-  // Whether a rank has said that it did anything.
+  // Whether all ranks have said that they computed: none is still connecting to its peers.
   bool HasComputed() const;
   // Whether its ranks may have computed since then. What stood still when it was stopped computes no more.
   bool MayHaveComputed(absl::Time since) const {
@@ -160,6 +160,7 @@ class RunCoordinator {
     int layers_done = 0;
     uint64_t operations = 0;
     bool computing = false;
+    bool has_computed = false;
     absl::Time moved_at;   // when `operations` last grew
     absl::Duration heard;  // what it had computed when it last said how far it is
     bool done = false;

@@ -1,18 +1,11 @@
 #include "server/pool/worker/rank_host.h"
 
-#include <algorithm>
-#include <atomic>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
-#include "engine/comm/message_gate.h"
-#include "engine/devices/free_memory.h"
 #include "engine/kv_budget.h"
 #include "engine/model/model_tensors.h"
-#include "engine/run/rank_weights.h"
-#include "engine/run/weight_exchange.h"
-#include "kernels/cpu/host_memory.h"
 #include "kernels/monotonic_time.h"
 #include "kernels/mutex.h"
 #include "kernels/return_if_error.h"
@@ -20,335 +13,9 @@
 #include "server/observe/pool_log.h"
 #include "server/pool/model_id.h"
 #include "server/pool/offered_speed.h"
-#include "server/pool/run_plan.h"
-#include "server/pool/worker/counting_stream.h"
+#include "server/pool/worker/active_run.h"
 
 namespace meshfill {
-namespace {
-
-constexpr absl::Duration kReadersLetGo = absl::Milliseconds(500);
-
-}  // namespace
-
-// One run's ranks of this worker, from Prepare to Release or Stop.
-class RankHost::ActiveRun {
- public:
-  ActiveRun(WorkerMachine::RunPart part, RankHost& host)
-      : part_(std::move(part)), host_(host), seats_(part_.shards.size()) {
-    if (host_.data_plane_->messages_mix() || part_.plan.ranks() == 1) return;
-    gate_ = std::make_unique<MessageGate>(static_cast<int>(seats_.size()),
-                                          [this](uint64_t pause) { OnStill(pause); });
-  }
-
-  uint64_t number() const { return part_.number; }
-  uint64_t data_plane_run() const { return DataPlaneRun(part_.epoch, part_.number, Traffic::kQ); }
-  int64_t reserve_bytes() const { return part_.reserve_bytes; }
-  bool SharesWeights() const { return part_.weights.share.of > 0; }
-
-  // A leader that counts on other weights than these has been told so by another worker.
-  absl::Status CheckWeights() const {
-    const WeightMode mode = host_.pool_.models.front()->weight_mode();
-    const bool alone = mode != WeightMode::kSharded || host_.pool_.peers != nullptr;
-    const bool can = SharesWeights() ? host_.sharded_ != nullptr : alone;
-    if (can) return absl::OkStatus();
-    return absl::InternalError(absl::StrCat("the run's workers ", SharesWeights() ? "share" : "do not share",
-                                            " their weights, and this one's are ", WeightModeName(mode)));
-  }
-
-  // Holds the memory of the run until its ranks take it, so that a lack of it shows before any rank's first
-  // step.
-  absl::Status Reserve() {
-    const int64_t bytes = part_.reserve_bytes;
-    const int64_t free = host_.pool_.hardware->in_host_memory() ? FreeMemoryBytes() : 0;  // 0: not known
-    // What lies spare is taken before anything new.
-    if (free > 0 && bytes > free + static_cast<int64_t>(SpareMappings::spare_bytes())) {
-      return absl::FailedPreconditionError(absl::StrCat("the run needs ", bytes, " bytes of memory, and ",
-                                                        free, " are free; shorten the prompt or add ranks"));
-    }
-    for (size_t i = 0; i < seats_.size(); ++i) {
-      ASSIGN_OR_RETURN(BufferRef reservation,
-                       host_.pool_.devices[i]->Allocate(static_cast<size_t>(bytes) / seats_.size()));
-      reservations_.push_back(std::move(reservation));
-    }
-    return absl::OkStatus();
-  }
-
-  // Where K and V of cached tokens are, and where the others go, from now on, if they are kept.
-  absl::Status BeginKv() {
-    ASSIGN_OR_RETURN(prefix_, host_.kv_.PrefixOf(part_.prefix));
-    if (!part_.keep_kv.has_value()) return absl::OkStatus();
-    std::vector<int> ranks;
-    for (size_t i = 0; i < seats_.size(); ++i) ranks.push_back(rank(i));
-    // The leader counts on the room of what it has given up; a reader holds that for a part more.
-    const absl::Time deadline = MonotonicNow() + kReadersLetGo;
-    while (true) {
-      auto kv = host_.kv_.Begin(part_.number, *part_.keep_kv, prefix_, part_.plan.layout, ranks);
-      if (absl::IsResourceExhausted(kv.status()) && MonotonicNow() < deadline) {
-        absl::SleepFor(absl::Milliseconds(1));
-        continue;
-      }
-      ASSIGN_OR_RETURN(kv_, std::move(kv));
-      return absl::OkStatus();
-    }
-  }
-
-  // Each rank's stream, from now on: its progress is asked for before it runs.
-  absl::Status OpenStreams() {
-    for (size_t i = 0; i < seats_.size(); ++i) {
-      ASSIGN_OR_RETURN(std::unique_ptr<Stream> stream, host_.pool_.devices[i]->NewStream(&stop_));
-      seats_[i].stream = std::make_unique<CountingStream>(std::move(stream));
-    }
-    return absl::OkStatus();
-  }
-
-  absl::StatusOr<std::vector<std::string>> Listen() {
-    std::vector<std::string> addresses;
-    for (size_t i = 0; i < seats_.size(); ++i) {
-      ASSIGN_OR_RETURN(std::unique_ptr<Endpoint> endpoint, ListenFor(i));
-      addresses.push_back(endpoint->address());
-      const MutexLock lock(mu_);
-      if (!abort_reason_.ok()) return abort_reason_;
-      seats_[i].endpoint = std::move(endpoint);
-    }
-    if (!SharesWeights()) return addresses;
-    ASSIGN_OR_RETURN(
-        std::unique_ptr<Endpoint> endpoint,
-        host_.data_plane_->Listen({.local_rank = 0,
-                                   .rank = part_.weights.share.index,
-                                   .ranks = part_.weights.share.of,
-                                   .epoch = part_.epoch,
-                                   .run = DataPlaneRun(part_.epoch, part_.number, Traffic::kGather),
-                                   .stop = &stop_}));
-    addresses.push_back(endpoint->address());
-    const MutexLock lock(mu_);
-    if (!abort_reason_.ok()) return abort_reason_;
-    weights_endpoint_ = std::move(endpoint);
-    return addresses;
-  }
-
-  void Start(std::vector<std::string> addresses, std::vector<LinkProbe> probes) {
-    addresses_ = std::move(addresses);
-    probes_ = std::move(probes);
-    reservations_.clear();
-    std::vector<bool> reads_head;
-    for (size_t i = 0; i < seats_.size(); ++i) {
-      reads_head.push_back(ReadsHead(part_.plan, rank(i), part_.tokens_ahead == 0));
-    }
-    OpenWeights(reads_head);
-    started_.store(true, std::memory_order_release);
-    ranks_.Start(
-        static_cast<int>(seats_.size()), [this](int i) { return RunSeat(i); },
-        [this](int i, absl::StatusOr<RankOutput> output) {
-          host_.listener_.OnRankDone(part_.number, seat(i), BlameDevice(i, std::move(output)));
-        });
-  }
-
-  // These three from any thread. Pause answers how many messages have begun.
-  int64_t Pause(uint64_t number) {
-    const MutexLock lock(pause_mu_);
-    pause_ = number;
-    if (number > 0 && gate_ != nullptr) return gate_->Close(number);
-    stop_.Pause();
-    return 0;
-  }
-  void PauseAt(uint64_t number, int64_t messages) {
-    gate_ != nullptr ? gate_->CloseAt(number, messages) : OnStill(number);
-  }
-  void Resume() {
-    {
-      const MutexLock lock(pause_mu_);
-      pause_ = 0;
-      stop_.Resume();
-    }
-    if (gate_ != nullptr) gate_->Open();
-  }
-
-  // May be called from any thread.
-  void Abort(const absl::Status& reason) {
-    stop_.Stop();
-    if (gate_ != nullptr) gate_->Stop();
-    const MutexLock lock(mu_);
-    if (abort_reason_.ok()) abort_reason_ = reason;
-    for (Seat& seat : seats_) {
-      if (seat.endpoint != nullptr) seat.endpoint->Abort(abort_reason_);
-    }
-    if (weights_endpoint_ != nullptr) weights_endpoint_->Abort(abort_reason_);
-  }
-
-  // What an error has left queued uses the weights. No peer is waited for: the run is over for all of them.
-  void Join() {
-    ranks_.Join();
-    for (Seat& seat : seats_) {
-      if (seat.stream != nullptr) seat.stream->Finish().IgnoreError();
-    }
-  }
-
-  // Frees what the run holds, there and then: who reads progress or aborts may have the run itself for
-  // longer. After Join; from here on Abort finds no endpoint, and progress no rank.
-  void End() {
-    {
-      const MutexLock lock(progress_mu_);
-      ended_ = true;
-    }
-    std::vector<std::unique_ptr<Endpoint>> endpoints;
-    std::unique_ptr<Endpoint> weights_endpoint;
-    {
-      const MutexLock lock(mu_);
-      for (Seat& seat : seats_) endpoints.push_back(std::move(seat.endpoint));
-      weights_endpoint = std::move(weights_endpoint_);
-    }
-    weights_.reset();
-    weights_endpoint.reset();
-    for (size_t i = 0; i < seats_.size(); ++i) {
-      seats_[i].communicator.reset();
-      endpoints[i].reset();
-      seats_[i].stream.reset();
-    }
-    reservations_.clear();
-    kv_.reset();
-    prefix_.reset();
-  }
-
-  // From any thread. Nothing before the start and after the end.
-  std::vector<WorkerMachine::RankProgress> progress() const {
-    std::vector<WorkerMachine::RankProgress> all;
-    const MutexLock lock(progress_mu_);
-    if (ended_ || !started_.load(std::memory_order_acquire)) return all;
-    for (size_t i = 0; i < seats_.size(); ++i) {
-      const Seat& rank_seat = seats_[i];
-      const uint64_t operations = rank_seat.stream->operations();
-      if (rank_seat.connecting) rank_seat.connecting_reports += 2;
-      all.push_back({.rank = seat(i),
-                     .layers_done = rank_seat.layers_done.load(std::memory_order_relaxed),
-                     .operations = operations + rank_seat.connecting_reports + weights_->reads(i),
-                     .computing = operations % 2 == 1});
-    }
-    return all;
-  }
-
- private:
-  struct Seat {
-    std::unique_ptr<CountingStream> stream;  // outlives the communicator
-    std::unique_ptr<Endpoint> endpoint;
-    std::unique_ptr<Communicator> communicator;
-    std::atomic<int> layers_done{0};
-    // Where connecting takes seconds, each report meanwhile counts as an operation: a deadline ends it.
-    std::atomic<bool> connecting{false};
-    mutable std::atomic<uint64_t> connecting_reports{0};
-  };
-
-  int seat(size_t i) const { return part_.first_rank + static_cast<int>(i); }  // seat in the run
-  int rank(size_t i) const { return part_.plan.RankAt(seat(i)); }              // rank of the plan
-
-  absl::StatusOr<std::unique_ptr<Endpoint>> ListenFor(size_t i) const {
-    return host_.data_plane_->Listen({.local_rank = static_cast<int>(i),
-                                      .rank = rank(i),
-                                      .ranks = part_.plan.ranks(),
-                                      .epoch = part_.epoch,
-                                      .run = data_plane_run(),
-                                      .stop = &stop_});
-  }
-
-  // Begins to read or gather. The ranks measure their links first, where they do.
-  void OpenWeights(const std::vector<bool>& reads_head) {
-    if (!SharesWeights()) {
-      weights_.emplace(host_.pool_.models, host_.pool_.peers.get(), reads_head, &stop_);
-      return;
-    }
-    const size_t ranks = std::min(addresses_.size(), static_cast<size_t>(part_.plan.ranks()));
-    std::vector<std::string> addresses(addresses_.begin() + static_cast<ptrdiff_t>(ranks), addresses_.end());
-    addresses_.resize(ranks);
-    Endpoint* endpoint;
-    {
-      const MutexLock lock(mu_);
-      endpoint = weights_endpoint_.get();
-    }
-    Gathering gathering{
-        .share = part_.weights.share,
-        .head = part_.tokens_ahead > 0 ? std::nullopt : std::optional(part_.weights.head),
-        .at_once = probes_.empty(),
-        .exchange = MakeWeightExchange(*endpoint, std::move(addresses), *seats_.front().stream,
-                                       host_.data_plane_->connect_timeout(), PeerWaitTimeout(part_.plan))};
-    weights_.emplace(*host_.sharded_, static_cast<int>(seats_.size()), std::move(gathering), &stop_);
-  }
-
-  // Says so where a rank failed because its device is lost.
-  absl::StatusOr<RankOutput> BlameDevice(size_t i, absl::StatusOr<RankOutput> output) {
-    if (output.ok()) return output;
-    seats_[i].stream->Mark().IgnoreError();  // fails where the device has: lost() says so from then on
-    if (!host_.pool_.devices[i]->lost()) return output;
-    host_.lost_ = true;
-    return absl::UnavailableError(absl::StrCat("a device (", host_.pool_.device_names[i],
-                                               ") has failed under rank ", seat(i), ": ",
-                                               output.status().message()));
-  }
-
-  absl::StatusOr<RankOutput> RunSeat(size_t i) {
-    Seat& seat = seats_[i];
-    seat.connecting = host_.data_plane_->connects_slowly();
-    auto communicator = seat.endpoint->Connect(addresses_, *seat.stream,
-                                               MonotonicNow() + host_.data_plane_->connect_timeout());
-    seat.connecting = false;
-    host_.LogRejectedPeers(rank(i), seat.endpoint->strangers());
-    if (!communicator.ok()) return communicator.status();
-    seat.communicator = *std::move(communicator);
-    TimelineRecorder recorder(rank(i), TimelineRecorder::Clock::now(), /*capacity=*/0, &stop_);
-    const absl::Duration paused_before = stop_.PausedTime();
-    const RankPrompt prompt = {.plan = part_.plan,
-                               .ids = part_.shards[i],
-                               .kv = kv_.get(),
-                               .prefix = prefix_.get(),
-                               .tokens_ahead = part_.tokens_ahead};
-    absl::StatusOr<RankOutput> output =
-        RunRank({.prompts = {&prompt, 1},
-                 .model = *host_.pool_.models[i],
-                 .weights = weights_->feed(i),
-                 .reader = weights_->reader(i),
-                 .rank = rank(i),
-                 .stream = *seat.stream,
-                 .communicator = *seat.communicator,
-                 .wait_timeout = PeerWaitTimeout(part_.plan),
-                 .on_layer_done =
-                     [&seat](int layer) { seat.layers_done.store(layer + 1, std::memory_order_relaxed); },
-                 .recorder = &recorder,
-                 .probes = probes_,
-                 .gate = gate_.get(),
-                 .gate_rank = static_cast<int>(i)});
-    if (output.ok()) output->stats.total_seconds -= absl::ToDoubleSeconds(stop_.PausedTime() - paused_before);
-    return output;
-  }
-
-  // From here to Resume no time counts.
-  void OnStill(uint64_t pause) {
-    {
-      const MutexLock lock(pause_mu_);
-      if (pause_ != pause) return;
-      stop_.Pause();
-    }
-    host_.listener_.OnRunPaused(part_.number, pause, /*messages=*/0, /*still=*/true);
-  }
-
-  WorkerMachine::RunPart part_;
-  RankHost& host_;
-  std::shared_ptr<const KvSlabs> prefix_;  // K and V of the plan's cached tokens; null: there are none
-  std::shared_ptr<KvPrompt> kv_;           // null: K and V are dropped
-  std::vector<BufferRef> reservations_;    // hold the memory that the run will take; until it starts
-  std::vector<std::string> addresses_;     // by rank of the whole run
-  std::vector<LinkProbe> probes_;          // all probes of the run
-  StopToken stop_;                         // stops all streams
-  std::unique_ptr<MessageGate> gate_;      // null: its ranks stand still anywhere
-  Mutex pause_mu_;
-  uint64_t pause_ ABSL_GUARDED_BY(pause_mu_) = 0;  // number of the one that lasts; 0: none, or without one
-  Mutex mu_;
-  absl::Status abort_reason_ ABSL_GUARDED_BY(mu_);
-  mutable Mutex progress_mu_;  // not mu_: an abort may take long
-  bool ended_ ABSL_GUARDED_BY(progress_mu_) = false;
-  std::atomic<bool> started_{false};
-  std::vector<Seat> seats_;                     // by rank of this worker; endpoints are set under mu_
-  std::unique_ptr<Endpoint> weights_endpoint_;  // set under mu_; null: the weights are not shared
-  std::optional<RankWeights> weights_;          // from the start on
-  LocalRanks ranks_;                            // last: its threads use all of the above
-};
 
 RankHost::RankHost(EmbeddedPool pool, std::unique_ptr<ShardedWeights> sharded,
                    std::unique_ptr<DataPlane> data_plane, v1::ModelId model_id, int64_t kv_budget_bytes,
@@ -465,13 +132,13 @@ void RankHost::LogRejectedPeers(int rank, int rejected) {
       {.level = LogLevel::kWarning});
 }
 
-std::shared_ptr<RankHost::ActiveRun> RankHost::Find(uint64_t run) const {
+std::shared_ptr<ActiveRun> RankHost::Find(uint64_t run) const {
   const MutexLock lock(mu_);
   const auto entry = runs_.find(run);
   return entry != runs_.end() ? entry->second : nullptr;
 }
 
-std::vector<std::shared_ptr<RankHost::ActiveRun>> RankHost::Runs() const {
+std::vector<std::shared_ptr<ActiveRun>> RankHost::Runs() const {
   const MutexLock lock(mu_);
   std::vector<std::shared_ptr<ActiveRun>> runs;
   for (const auto& [number, run] : runs_) runs.push_back(run);
@@ -486,7 +153,17 @@ void RankHost::Prepare(WorkerMachine::RunPart part) {
 }
 
 absl::StatusOr<std::vector<std::string>> RankHost::PrepareNow(WorkerMachine::RunPart part) {
-  auto run = std::make_shared<ActiveRun>(std::move(part), *this);
+  const uint64_t number = part.number;
+  ActiveRun::Events events{
+      .on_rank_done = [this, number](int seat,
+                                     auto output) { listener_.OnRankDone(number, seat, std::move(output)); },
+      .on_still =
+          [this, number](uint64_t pause) {
+            listener_.OnRunPaused(number, pause, /*messages=*/0, /*still=*/true);
+          },
+      .on_strangers = [this](int rank, int strangers) { LogRejectedPeers(rank, strangers); }};
+  auto run = std::make_shared<ActiveRun>(
+      std::move(part), ActiveRun::Worker{pool_, sharded_.get(), *data_plane_, kv_, lost_}, std::move(events));
   {
     const MutexLock lock(mu_);
     runs_[run->number()] = run;

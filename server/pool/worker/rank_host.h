@@ -25,7 +25,6 @@
 #include "absl/status/statusor.h"
 #include "engine/comm/data_plane.h"
 #include "engine/embedded_pool.h"
-#include "engine/run/local_ranks.h"
 #include "engine/run/rank_runner.h"
 #include "engine/run/sharded_weights.h"
 #include "kernels/mutex.h"
@@ -34,6 +33,8 @@
 #include "server/pool/worker/worker_machine.h"
 
 namespace meshfill {
+
+class ActiveRun;
 
 class RankHost {
  public:
@@ -99,8 +100,6 @@ class RankHost {
   bool lost() const;  // a device has failed for good: no run will go well in this process
 
  private:
-  class ActiveRun;
-
   RankHost(EmbeddedPool pool, std::unique_ptr<ShardedWeights> sharded, std::unique_ptr<DataPlane> data_plane,
            v1::ModelId model_id, int64_t kv_budget_bytes, Listener& listener);
   void Post(std::function<void()> work);

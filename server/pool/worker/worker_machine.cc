@@ -75,6 +75,7 @@ void WorkerMachine::SendProgress(const ProgressOfRuns& progress) {
       rank.set_layers_done(static_cast<uint32_t>(each.layers_done));
       rank.set_operations(each.operations);
       rank.set_computing(each.computing);
+      rank.set_has_computed(each.has_computed);
     }
   }
   if (!computes) AddMessage(epoch_).mutable_progress();

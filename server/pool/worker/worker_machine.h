@@ -58,8 +58,9 @@ class WorkerMachine {
   struct RankProgress {
     int rank = 0;
     int layers_done = 0;
-    uint64_t operations = 0;
+    uint64_t operations = 0;  // grows while it does something
     bool computing = false;
+    bool has_computed = false;
   };
 
   using ProgressOfRuns = std::map<uint64_t, std::vector<RankProgress>>;  // by the run's number

@@ -68,6 +68,7 @@ class LeaderBlameTest : public LeaderFixture {
     progress.set_run(run_);
     progress.add_ranks()->set_layers_done(static_cast<uint32_t>(layers));
     progress.mutable_ranks(0)->set_operations(++operations_);
+    progress.mutable_ranks(0)->set_has_computed(true);
     Say(worker, message);
   }
   void ExpectPoisonous() {

@@ -195,12 +195,14 @@ class LeaderFixture : public testing::Test {
     }
   }
   // What its rank in the run has done.
-  void SayOperations(Leader::Connection connection, uint64_t operations, uint32_t rank = 0) {
+  void SayOperations(Leader::Connection connection, uint64_t operations, uint32_t rank = 0,
+                     bool has_computed = false) {
     v1::WorkerMessage message = OfRun();
     v1::WorkerProgress& progress = *message.mutable_progress();
     progress.set_run(run_);
     progress.add_ranks()->set_rank(rank);
     progress.mutable_ranks(0)->set_operations(operations);
+    progress.mutable_ranks(0)->set_has_computed(has_computed);
     Say(connection, message);
   }
   // `links`: what it measured, in the order of the probes.

@@ -31,6 +31,7 @@ class LeaderRunsTest : public LeaderFixture {
     of_rank.set_rank(static_cast<uint32_t>(rank));
     of_rank.set_layers_done(static_cast<uint32_t>(layers_done));
     of_rank.set_operations(++operations_);
+    of_rank.set_has_computed(true);
     Say(worker, message);
   }
   void Fail(Leader::Connection worker, uint32_t rank, const absl::Status& status) {

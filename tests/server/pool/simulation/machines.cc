@@ -177,7 +177,8 @@ void PoolSimulation::TickNode(int index, int incarnation) {
                                .layers_done = rank.operations / 4,
                                // Begun and ended: who begins after a long wait for its peers has moved.
                                .operations = static_cast<uint64_t>(2 * rank.operations + rank.computing),
-                               .computing = rank.computing});
+                               .computing = rank.computing,
+                               .has_computed = rank.operations > 0 || rank.computing});
     }
   }
   node.kv->EndLapsed();

@@ -497,8 +497,38 @@ TEST_F(RankHostTest, SaysWhatItsRanksAreAt) {
     EXPECT_EQ(progress[rank].layers_done, 2);
     EXPECT_GT(progress[rank].operations, 0u);
     EXPECT_FALSE(progress[rank].computing);
+    EXPECT_TRUE(progress[rank].has_computed);
   }
   host->Release(run_);
+}
+
+TEST_F(RankHostTest, WhoReadsWeightsAndHasNoPeersYetHasNotComputed) {
+  options_.weights = WeightMode::kStreamed;
+  HostListener one, two;
+  const auto first = Load(one), second = Load(two);
+  ASSERT_TRUE(first != nullptr && second != nullptr);
+  first->Prepare(Part(2 * kRanks));
+  WorkerMachine::RunPart rest = Part(2 * kRanks, kRanks);
+  rest.number = --run_;
+  second->Prepare(std::move(rest));
+  std::vector<std::string> addresses = one.Addresses(run_);
+  for (const std::string& address : two.Addresses(run_)) addresses.push_back(address);
+  second->Start(run_, addresses, {});
+  const auto rank = [&] {
+    const auto runs = second->progress();
+    const auto run = runs.find(run_);
+    return run == runs.end() || run->second.empty() ? WorkerMachine::RankProgress() : run->second.front();
+  };
+  const absl::Time begin = MonotonicNow();
+  while (rank().operations == 0 && MonotonicNow() - begin < absl::Seconds(20)) std::this_thread::yield();
+  EXPECT_GT(rank().operations, 0u) << "it reads";
+  EXPECT_FALSE(rank().has_computed);
+  first->Start(run_, addresses, {});
+  EXPECT_TRUE(one.Ended(run_, kRanks).ok());
+  EXPECT_TRUE(two.Ended(run_, kRanks).ok());
+  EXPECT_TRUE(rank().has_computed);
+  first->Release(run_);
+  second->Release(run_);
 }
 
 // A run that ends frees what it holds under the eyes of who asks how far its ranks are.
