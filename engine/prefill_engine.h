@@ -62,6 +62,8 @@ class PrefillObserver {
   virtual ~PrefillObserver() = default;
   // All ranks have finished `layers_done` of `layers` layers.
   virtual void OnLayerDone(int layers_done, int layers) = 0;
+  // The run has failed, and another one computes the prompt, or what is left of it: what comes next is its.
+  virtual void OnBegunAnew() {}
 };
 
 struct TokenLogit {
@@ -183,7 +185,8 @@ class PrefillEngine {
   // Begins prompts that share a pass; `observers` by prompt, each as Start's. A prefill for each: they
   // compute and stand still together, which the last call of Pause or Resume of any of them decides, and
   // count as one that lives. Stop ends that prompt alone: its Wait returns soon, the others compute on.
-  // Errors: Start's, of the first prompt that has one.
+  // Errors: Start's, of the first prompt that has one; FAILED_PRECONDITION, too, where they are too much for
+  // one pass by now: begin each by itself.
   virtual absl::StatusOr<std::vector<std::unique_ptr<Prefill>>> StartPack(
       std::span<const PrefillRequest> requests, std::span<PrefillObserver* const> observers);
 };

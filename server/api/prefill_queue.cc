@@ -16,6 +16,7 @@ class PrefillQueue::ProgressObserver final : public PrefillObserver {
  public:
   ProgressObserver(PrefillQueue& queue, Job& job) : queue_(queue), job_(job) {}
   void OnLayerDone(int layers_done, int layers) override { queue_.OnLayerDone(job_, layers_done, layers); }
+  void OnBegunAnew() override { queue_.OnBegunAnew(job_); }
 
  private:
   PrefillQueue& queue_;
@@ -438,6 +439,11 @@ void PrefillQueue::OnLayerDone(Job& job, int layers_done, int layers) {
     }
   }
   waiter->OnLayerDone(layers_done, layers, seconds);
+}
+
+void PrefillQueue::OnBegunAnew(const Job& job) {
+  const MutexLock lock(mu_);
+  order_.BeginAnew(job.ticket);
 }
 
 bool PrefillQueue::Computes(uint64_t ticket) const {

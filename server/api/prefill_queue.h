@@ -172,6 +172,7 @@ class PrefillQueue {
   absl::Status Pay(uint64_t ticket, int64_t tokens_so_far);
   void Withdraw(uint64_t ticket);
   void OnLayerDone(Job& job, int layers_done, int layers);
+  void OnBegunAnew(const Job& job);
   void StopLive(Job& job) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
   // Lets those whose turn it is compute, and the others stand still.

@@ -49,7 +49,7 @@ struct RunEntry {
   double whole_seconds = 0;
   double rest_seconds = 0;  // when it had computed `measured_at`
   absl::Duration measured_at;
-  double done = 0;               // share of its work, 0 to 1
+  bool anew = false;             // its run was begun anew, and has not said how far it is
   absl::Duration computed_lost;  // of what it has computed: by runs that were begun anew
 
   absl::Duration Computed(absl::Time now) const;

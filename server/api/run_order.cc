@@ -69,11 +69,10 @@ void RunOrder::SetDone(Ticket ticket, double share, absl::Time now) {
   if (!(share > 0)) return;
   Entry& told = entries_.at(ticket);
   const absl::Duration computed = told.Computed(now);
-  if (share < told.done) {
-    const absl::Duration anew = absl::Seconds(share * told.whole_seconds);
-    told.computed_lost = std::max(absl::ZeroDuration(), computed - anew);
+  if (std::exchange(told.anew, false)) {
+    const absl::Duration counts = absl::Seconds(share * told.whole_seconds);
+    told.computed_lost = std::max(absl::ZeroDuration(), computed - counts);
   }
-  told.done = share;
   const double seconds = absl::ToDoubleSeconds(computed - told.computed_lost);
   const double rest_seconds = seconds * (1 - std::min(1.0, share)) / share;
   for (auto& [other, entry] : entries_) {
@@ -82,6 +81,8 @@ void RunOrder::SetDone(Ticket ticket, double share, absl::Time now) {
     entry.rest_seconds = rest_seconds;
   }
 }
+
+void RunOrder::BeginAnew(Ticket ticket) { entries_.at(ticket).anew = true; }
 
 void RunOrder::PutBack(Ticket ticket, absl::Time now) {
   const bool others_live = live() > 1;
@@ -105,7 +106,7 @@ void RunOrder::ReturnToWait(Ticket ticket, absl::Time now) {
   entry.pack = 0;
   entry.rest_seconds = entry.whole_seconds = entry.job.work_seconds;
   entry.measured_at = entry.computed;
-  entry.done = 0;
+  entry.anew = false;
   entry.computed_lost = absl::ZeroDuration();
 }
 

@@ -93,8 +93,10 @@ class RunOrder {
   void Pay(Ticket ticket);                       // most of it is uploaded: from now on others wait for it
   void Complete(Ticket ticket, absl::Time now);  // from now on it may be chosen
   // `share` of its work is done, 0 to 1. This corrects the prediction of its rest, and of all in its pack.
-  // Less than before: its run was begun anew, and as much was computed again as was predicted for that.
   void SetDone(Ticket ticket, double share, absl::Time now);
+  // Its run was begun anew: what it has computed is lost, but for what is predicted of the share that the
+  // next SetDone tells.
+  void BeginAnew(Ticket ticket);
   // It could not begin beside those that live: it waits until one of them is gone, and what comes after it
   // does not begin before it. Of a pack all are put back, and wait for nobody: each may have room by itself.
   void PutBack(Ticket ticket, absl::Time now);

@@ -149,6 +149,7 @@ void Leader::OnTick(absl::Time now) {
 }
 
 void Leader::DropWorkers(const std::set<Connection>& connections, const std::string& why, absl::Time now) {
+  NoteWhoHasWorkers(now);
   std::map<RunId, std::string> runs;  // runs that they took part in, and the names of those who did
   for (Connection connection : connections) {
     const std::string name = members_.Remove(connection, why);
@@ -235,13 +236,19 @@ void Leader::AnswerRequest(Ticket ticket, absl::StatusOr<Result> result) {
   if (live_.requests.erase(ticket) > 0) actions_.Add(Answer{ticket, std::move(result)});
 }
 
-void Leader::RefuseOverdue(absl::Time now) {
-  std::vector<Ticket> overdue;
+void Leader::NoteWhoHasWorkers(absl::Time now) {
   for (auto& [ticket, request] : live_.requests) {
     const bool lacks_workers = request.waits() && request.has_turn() && placer_.WorkersFor(request).empty();
     if (!lacks_workers) request.had_workers_at = now;
+  }
+}
+
+void Leader::RefuseOverdue(absl::Time now) {
+  NoteWhoHasWorkers(now);
+  std::vector<Ticket> overdue;
+  for (const auto& [ticket, request] : live_.requests) {
     const bool too_long = now - request.had_workers_at >= options_.empty_timeout;
-    if (lacks_workers && too_long) overdue.push_back(ticket);
+    if (too_long) overdue.push_back(ticket);
   }
   for (Ticket ticket : overdue) {
     AnswerRequest(ticket,
@@ -338,8 +345,8 @@ void Leader::Do(RunId run, RunCoordinator::LayersDone& done, absl::Time) {
   const PromptPieces* pieces =
       request != nullptr && request->pieces.has_value() ? &*request->pieces : nullptr;
   const int before = pieces != nullptr ? pieces->done() : 0, count = pieces != nullptr ? pieces->count() : 1;
-  const int layers = options_.kv.layers;
-  actions_.Add(LayersDone{ticket, before * layers + done.layers, count * layers});
+  const int layers = options_.kv.layers, attempt = request != nullptr ? request->attempts : 1;
+  actions_.Add(LayersDone{ticket, before * layers + done.layers, count * layers, attempt});
   kv_.OnLayersDone(run, done.layers);
 }
 

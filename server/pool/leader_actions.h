@@ -53,6 +53,7 @@ class LeaderActions {
     Ticket ticket;
     int layers;
     int of;
+    int attempt;  // from 1 on
   };
   struct LogLine {
     std::string text;

@@ -192,10 +192,9 @@ class PoolEngine::Run final : public Prefill {
     engine_.mu_.AssertHeld();
     answer_ = std::move(answer);
   }
-  void OnLayersDone(int layers, int of) {
+  void OnLayersDone(const Leader::LayersDone& done) {
     engine_.mu_.AssertHeld();
-    layers_done_ = layers;
-    layers_ = of;
+    layers_done_ = done;
   }
 
   // The leader answers at once and reads the tokens no more.
@@ -241,11 +240,12 @@ class PoolEngine::Run final : public Prefill {
   }
 
   absl::StatusOr<Leader::Result> WaitForAnswer() {
-    std::pair<int, int> told(0, 0);  // another attempt begins again, and may have other pieces
+    Leader::LayersDone told{.ticket = 0, .layers = 0, .of = 1, .attempt = 1};
     MutexLock lock(engine_.mu_);
     while (true) {
-      const std::pair<int, int> done(layers_done_, layers_);
-      const bool news = layers_done_ > 0 && done != told;
+      const Leader::LayersDone done = layers_done_;
+      const bool anew = done.attempt > told.attempt;
+      const bool news = done.layers > 0 && (anew || done.layers != told.layers || done.of != told.of);
       if (!news && answer_.has_value()) break;
       if (!news) {
         engine_.changed_.Wait(engine_.mu_);
@@ -253,7 +253,8 @@ class PoolEngine::Run final : public Prefill {
       }
       told = done;
       lock.Unlock();
-      if (observer_ != nullptr) observer_->OnLayerDone(told.first, told.second);
+      if (observer_ != nullptr && anew) observer_->OnBegunAnew();
+      if (observer_ != nullptr) observer_->OnLayerDone(told.layers, told.of);
       lock.Lock();
     }
     return *std::move(answer_);
@@ -263,8 +264,8 @@ class PoolEngine::Run final : public Prefill {
   const PrefillRequest request_;
   PrefillObserver* const observer_;
   Leader::Ticket ticket_ ABSL_GUARDED_BY(engine_.mu_) = 0;
-  int layers_done_ ABSL_GUARDED_BY(engine_.mu_) = 0;
-  int layers_ ABSL_GUARDED_BY(engine_.mu_) = 1;  // layers of all pieces
+  Leader::LayersDone layers_done_ ABSL_GUARDED_BY(engine_.mu_) = {
+      .ticket = 0, .layers = 0, .of = 1, .attempt = 1};  // of all pieces
   std::optional<absl::StatusOr<Leader::Result>> answer_ ABSL_GUARDED_BY(engine_.mu_);
 };
 
@@ -324,7 +325,7 @@ void PoolEngine::Do(Leader::Answer& answer) {
 
 void PoolEngine::Do(Leader::LayersDone& done) {
   const auto run = runs_.find(done.ticket);
-  if (run != runs_.end()) run->second->OnLayersDone(done.layers, done.of);
+  if (run != runs_.end()) run->second->OnLayersDone(done);
 }
 
 void PoolEngine::DoActions() {

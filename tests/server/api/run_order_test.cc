@@ -386,10 +386,21 @@ TEST(RunOrder, WhatIsBegunAnewIsMeasuredAnew) {
   order.Choose(At(0));
   order.SetDone(1, 0.6, At(6));
   EXPECT_NEAR(order.RestSeconds(1, At(6)), 4, 1e-9);
+  order.BeginAnew(1);
   order.SetDone(1, 0.1, At(9));
   EXPECT_NEAR(order.RestSeconds(1, At(9)), 9, 1e-9);
   order.SetDone(1, 0.3, At(15));
   EXPECT_NEAR(order.RestSeconds(1, At(15)), 7 * 0.7 / 0.3, 1e-9) << "slower than before";
+}
+
+TEST(RunOrder, WhatIsLostBeforeItsFirstLayerCountsForNothing) {
+  RunOrder order({.max_age = absl::Hours(1), .most_live = 8});
+  order.Announce(1, {.tenant = "t", .work_seconds = 10}, At(0));
+  order.Complete(1, At(0));
+  order.Choose(At(0));
+  order.BeginAnew(1);
+  order.SetDone(1, 0.1, At(600));
+  EXPECT_NEAR(order.RestSeconds(1, At(600)), 9, 1e-9);
 }
 
 TEST(RunOrder, AFloodOfTightDeadlinesLeavesTheOtherItsHalf) {

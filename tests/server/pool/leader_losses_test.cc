@@ -169,16 +169,33 @@ class UnreachableLeaderTest : public LeaderFixture {
   }
 };
 
+// Neither does who reads weights meanwhile compute, nor who is connected wait for all others.
 TEST_F(UnreachableLeaderTest, ThePromptIsNotToBlame) {
   for (int time = 0; time < 6; ++time) {
     EXPECT_TRUE(answers_.empty()) << answers_[0].status();
     Prepare({1, 2});
+    SayOperations(1, 5, 0);
+    SayOperations(2, 5, 1, /*has_computed=*/true);
     CannotConnect(1, 0);
     Stopped(1);
     Stopped(2);
   }
   ASSERT_EQ(answers_.size(), 1u);
   EXPECT_TRUE(absl::IsUnavailable(answers_[0].status())) << answers_[0].status();
+}
+
+TEST_F(UnreachableLeaderTest, UnlessAllHaveComputed) {
+  for (int time = 0; time < 2; ++time) {
+    EXPECT_TRUE(answers_.empty()) << answers_[0].status();
+    Prepare({1, 2});
+    SayOperations(1, 5, 0, /*has_computed=*/true);
+    SayOperations(2, 5, 1, /*has_computed=*/true);
+    CannotConnect(1, 0);
+    Stopped(1);
+    Stopped(2);
+  }
+  ASSERT_EQ(answers_.size(), 1u);
+  EXPECT_TRUE(absl::IsInternal(answers_[0].status())) << answers_[0].status();
 }
 
 // Peers of a worker that dies may be heard before its stream ends.
@@ -211,6 +228,23 @@ TEST_F(LeaderTest, ARequestWaitsForAWorkerFromWhenThePoolHasNone) {
   Pass(absl::Milliseconds(300), {});
   ASSERT_EQ(answers_.size(), 2u);
   for (const auto& answer : answers_) EXPECT_TRUE(absl::IsUnavailable(answer.status())) << answer.status();
+}
+
+// As where the leader's machine was frozen: the time in which nobody was heard is no wait for a worker.
+TEST_F(LeaderTest, ALeaderThatStoodStillWaitsForItsWorkersToComeAgain) {
+  Join(1, Offer("a"));
+  Submit({1});
+  Submit({1});
+  Prepare({1});
+  now_ += absl::Minutes(1);
+  leader_.OnTick(now_);
+  Do();
+  EXPECT_TRUE(answers_.empty()) << answers_[0].status();
+  EXPECT_EQ(leader_.capacity().ranks, 0);
+  Pass(absl::Seconds(9), {});
+  EXPECT_TRUE(answers_.empty()) << answers_[0].status();
+  Pass(absl::Seconds(2), {});
+  EXPECT_EQ(answers_.size(), 2u);
 }
 
 }  // namespace
