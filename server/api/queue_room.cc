@@ -82,7 +82,10 @@ std::vector<QueueRoom::Ticket> QueueRoom::PlacesToTakeFor(const RunOrder::Job& j
     claims.Count(entry, -1);
     taken.push_back(ticket);
   }
-  if (!CheckBeside(claims, tokens).ok() || !CheckWait(job, order).ok()) return {};
+  if (!CheckBeside(claims, tokens).ok()) return {};
+  RunOrder without_them = order;
+  for (const Ticket ticket : taken) without_them.Remove(ticket, now);
+  if (!CheckWait(job, without_them).ok()) return {};
   return taken;
 }
 
