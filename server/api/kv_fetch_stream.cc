@@ -81,7 +81,7 @@ void KvFetchStream::Pump() {
   write_begin_ = MonotonicNow();
   part_bytes_ = static_cast<int64_t>(part.k().size() + part.v().size() + part.pages().size());
   Encode(part, sent_);
-  streams_.OnWriteBegin(this, write_begin_, static_cast<int64_t>(sent_.Length()));
+  streams_.OnWriteBegin(this, write_begin_, static_cast<int64_t>(sent_.Length()) + reader_->held_bytes());
   StartWrite(&sent_);
 }
 
@@ -90,18 +90,22 @@ void KvFetchStream::OnWriteDone(bool ok) {
   writing_ = false;
   sent_.Clear();  // the next part may be long in coming
   streams_.OnWriteEnd(this);
-  if (!ok) {
-    End(absl::CancelledError(gave_up_ != nullptr ? gave_up_ : "nobody reads any more"));
-    return;
+  if (ok) {
+    bytes_ += part_bytes_;
+    streams_.OnFetched(part_bytes_);
   }
-  bytes_ += part_bytes_;
-  streams_.OnFetched(part_bytes_);
-  Pump();
+  ok && !cancelled_ ? Pump() : EndCancelled();
 }
 
 void KvFetchStream::OnCancel() {
   const MutexLock lock(mu_);
-  if (!writing_) End(absl::CancelledError("cancelled by the client, or its connection is gone"));
+  cancelled_ = true;  // a write that was under way may still go well
+  if (!writing_) EndCancelled();
+}
+
+void KvFetchStream::EndCancelled() {
+  End(absl::CancelledError(gave_up_ != nullptr ? gave_up_
+                                               : "cancelled by the client, or its connection is gone"));
 }
 
 void KvFetchStream::End(const absl::Status& status) {
@@ -117,7 +121,8 @@ void KvFetchStream::End(const absl::Status& status) {
   if (!status.ok()) absl::StrAppend(&line, " message=", LogQuote(status.message()));
   const LogDetails details = {
       .level = LevelOfEnd(status.code()), .tenant = tenant_, .traceparent = traceparent_};
-  status.ok() ? Log(line, details) : LogLimited(absl::StatusCodeToString(status.code()), line, details);
+  status.ok() ? Log(line, details)
+              : LogLimited(absl::StrCat("fetch ", absl::StatusCodeToString(status.code())), line, details);
   Finish(ToGrpcStatus(status));
 }
 

@@ -53,6 +53,7 @@ class KvFetchStream final : public KvFetchReactor, public std::enable_shared_fro
   bool StandsStill() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // gRPC fails the write, once or more often told so.
   void GiveUp(const char* reason) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void EndCancelled() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void End(const absl::Status& status) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
   KvStreams& streams_;
@@ -70,6 +71,7 @@ class KvFetchStream final : public KvFetchReactor, public std::enable_shared_fro
   bool writing_ ABSL_GUARDED_BY(mu_) = false;
   absl::Time write_begin_ ABSL_GUARDED_BY(mu_);         // when the last write began
   const char* gave_up_ ABSL_GUARDED_BY(mu_) = nullptr;  // why the last write was given up
+  bool cancelled_ ABSL_GUARDED_BY(mu_) = false;
   bool ended_ ABSL_GUARDED_BY(mu_) = false;
 };
 

@@ -22,6 +22,9 @@ class KvReader {
 
   // Fills `part` with the next one, its checksum included. Errors: FetchKv's own; the call ends with them.
   virtual absl::StatusOr<Next> Take(v1::KvPart& part) = 0;
+
+  // Memory that it has, beside the part that it has filled, until its next call: at most.
+  virtual int64_t held_bytes() const { return 0; }
 };
 
 }  // namespace meshfill

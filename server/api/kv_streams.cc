@@ -10,9 +10,6 @@ namespace meshfill {
 namespace {
 
 constexpr absl::Duration kRound = absl::Seconds(1);  // the longest time between two looks at the streams
-// How long a part waits at least before it is dropped: where many read at once, each takes its turn on the
-// link.
-constexpr absl::Duration kLeastWait = absl::Seconds(1);
 
 }  // namespace
 
@@ -61,26 +58,27 @@ void KvStreams::OnWriteBegin(KvFetchStream* stream, absl::Time now, int64_t byte
   entry.write_begin = now;
   entry.unread_bytes = bytes;
   unread_bytes_ += bytes;
+  unread_.emplace(now, stream);
   BoundUnread(now);
 }
 
 void KvStreams::OnWriteEnd(KvFetchStream* stream) {
   const MutexLock lock(mu_);
-  unread_bytes_ -= std::exchange(streams_.at(stream).unread_bytes, 0);
+  TakeUnread(streams_.at(stream));
+}
+
+void KvStreams::TakeUnread(Entry& entry) {
+  unread_bytes_ -= std::exchange(entry.unread_bytes, 0);
+  unread_.erase({entry.write_begin, entry.stream.get()});
 }
 
 void KvStreams::BoundUnread(absl::Time now) {
-  while (unread_bytes_ > limits_.unread_bytes) {
-    Entry* oldest = nullptr;
-    int unread = 0;
-    for (auto& [key, entry] : streams_) {
-      if (entry.unread_bytes == 0) continue;
-      ++unread;
-      if (oldest == nullptr || entry.write_begin < oldest->write_begin) oldest = &entry;
-    }
-    if (unread <= 1 || now - oldest->write_begin < kLeastWait) return;  // the newest; or all read
-    unread_bytes_ -= std::exchange(oldest->unread_bytes, 0);
-    crowded_out_.push_back(*oldest);
+  while (unread_bytes_ > limits_.unread_bytes && unread_.size() > 1) {  // the newest stays
+    const auto [write_begin, stream] = *unread_.begin();
+    if (now - write_begin < limits_.least_wait) return;  // all read
+    Entry& oldest = streams_.at(stream);
+    TakeUnread(oldest);
+    crowded_out_.push_back(oldest);
     wake_.NotifyAll();
   }
 }

@@ -10,8 +10,10 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <set>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
@@ -41,6 +43,9 @@ class KvStreams {
     absl::Duration read_timeout = absl::Seconds(30);  // for a part, which is as large as a message at most
     bool waits_for_lease = false;      // a reader may stand still for longer, as long as its lease lives
     int64_t unread_bytes = INT64_MAX;  // bound on the parts of all streams but the newest
+    // How long a part waits at least before it is dropped: where many read at once, each takes its turn on
+    // the link.
+    absl::Duration least_wait = absl::Seconds(1);
   };
 
   // The source and the listener, which may be null, outlive this.
@@ -74,6 +79,8 @@ class KvStreams {
   };
 
   void Watch();
+  // Its part, if there is one, does not count any more.
+  void TakeUnread(Entry& entry) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // Lets the parts that have waited longest be dropped, until the others fit the bound.
   void BoundUnread(absl::Time now) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
@@ -89,6 +96,8 @@ class KvStreams {
   int64_t leases_ ABSL_GUARDED_BY(mu_) = 0;    // leases at the last count
   bool counted_ ABSL_GUARDED_BY(mu_) = false;  // no change came after the count began
   std::map<KvFetchStream*, Entry> streams_ ABSL_GUARDED_BY(mu_);
+  // Streams with unread bytes, who waits longest first.
+  std::set<std::pair<absl::Time, KvFetchStream*>> unread_ ABSL_GUARDED_BY(mu_);
   int64_t unread_bytes_ ABSL_GUARDED_BY(mu_) = 0;        // of all streams
   std::vector<Entry> crowded_out_ ABSL_GUARDED_BY(mu_);  // that the thread is to tell
   std::thread watcher_;                                  // last: it uses all of the above

@@ -93,6 +93,13 @@ absl::StatusOr<KvReader::Next> PoolKvReader::Take(v1::KvPart& part) {
   return Next::kPart;
 }
 
+int64_t PoolKvReader::held_bytes() const {
+  const int64_t part_bytes = 2 * std::min(fetch_.part_tokens, fetch_.range.tokens) * row_bytes();
+  const auto calls = std::count_if(sources_.begin(), sources_.end(),
+                                   [](const Source& source) { return source.call != nullptr; });
+  return part_bytes * (1 + calls);
+}
+
 absl::StatusOr<bool> PoolKvReader::Gather() {
   const int64_t tokens = part_tokens();
   while (gathered_tokens_ < tokens) {

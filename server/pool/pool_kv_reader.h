@@ -42,6 +42,7 @@ class PoolKvReader final : public KvReader {
   // UNAVAILABLE: a holder cannot be reached, or says nothing; or the prefill has begun again after some of
   // its K and V were read. DATA_LOSS: what a holder sent is not what its checksum says.
   absl::StatusOr<Next> Take(v1::KvPart& part) override;
+  int64_t held_bytes() const override;  // what it gathers, and a part of each holder
 
  private:
   struct Source {

@@ -182,6 +182,20 @@ TEST_F(PoolKvReaderTest, PutsPartsTogetherInAnyLayout) {
   }
 }
 
+// A part that it puts together, and one of each holder that it reads from.
+TEST_F(PoolKvReaderTest, SaysWhatItHolds) {
+  v1::FetchKvRequest of_one;
+  of_one.set_tokens(10);  // all of rank 0
+  for (const bool both : {false, true}) {
+    const auto reader = Reader(both ? v1::FetchKvRequest() : of_one);
+    v1::KvPart part;
+    const auto next = Take(*reader, part);
+    ASSERT_TRUE(next.ok()) << next.status();
+    EXPECT_EQ(part.tokens(), both ? 31u : 10u);
+    EXPECT_EQ(reader->held_bytes(), static_cast<int64_t>(part.k().size() + part.v().size()) * (both ? 3 : 2));
+  }
+}
+
 TEST_F(PoolKvReaderTest, NamesAHolderThatSendsDamage) {
   for (const Fault fault : {Fault::kChecksum, Fault::kOrder, Fault::kLayer, Fault::kSize}) {
     holders_[1]->fault = fault;
