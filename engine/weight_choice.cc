@@ -103,7 +103,7 @@ absl::StatusOr<ChosenWeights> ChooseWeights(const EngineOptions& options, const 
   const WeightBytes bytes = WeightBytesOf(shape, hardware.WeightDType(shape.dtype));
   const int64_t copies = hardware.count();
   const int64_t widened = options.ranks * hardware.WidenedBytes(shape);
-  // In the host's memory the table is the mapped file's.
+  // Where the ranks compute in the host's memory, the table's rows are read from the file.
   const int64_t table = hardware.in_host_memory() ? 0 : bytes.embedding;
   const PlanWeights resident{.loaded_bytes = copies * (bytes.layers + bytes.head + table),
                              .run_bytes = widened};

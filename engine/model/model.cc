@@ -2,9 +2,12 @@
 
 #include <algorithm>
 #include <iterator>
+#include <memory>
+#include <new>
 #include <numeric>
 #include <utility>
 
+#include "absl/strings/str_cat.h"
 #include "engine/model/model_tensors.h"
 #include "engine/model/streamed_weights.h"
 #include "kernels/return_if_error.h"
@@ -26,11 +29,13 @@ class EmbeddingTable {
       : file_(weight.entry->file), bytes_(weight.entry->tensor.bytes), dtype_(weight.dtype), width_(width) {}
 
   absl::Status PlaceOn(Device& device) {
-    if (reinterpret_cast<uintptr_t>(bytes_.data()) % DTypeBytes(dtype_) != 0) {
-      copy_.assign(bytes_.begin(), bytes_.end());
+    const std::unique_ptr<std::byte[]> table(new (std::nothrow) std::byte[bytes_.size()]);
+    if (table == nullptr) {
+      return absl::ResourceExhaustedError(
+          absl::StrCat("no memory for the embedding table on its way to the device (", bytes_.size(), " bytes)"));
     }
-    ASSIGN_OR_RETURN(placed_, device.Place(copy_.empty() ? bytes_.data() : copy_.data(), bytes_.size()));
-    file_->DropResidentPages();
+    RETURN_IF_ERROR(file_->Read(bytes_, PageCache::kFill, table.get()));
+    ASSIGN_OR_RETURN(placed_, device.Place(table.get(), bytes_.size()));
     return absl::OkStatus();
   }
 
@@ -62,8 +67,7 @@ class EmbeddingTable {
   std::span<const std::byte> bytes_;  // the tensor's bytes in the mapping
   DType dtype_;
   int64_t width_;
-  std::vector<std::byte> copy_;  // of a table that the file has unaligned
-  BufferRef placed_;             // null: rows are read from the file
+  BufferRef placed_;  // null: rows are read from the file
 };
 
 namespace {

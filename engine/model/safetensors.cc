@@ -278,8 +278,4 @@ const TensorView* SafetensorsFile::Find(std::string_view name) const {
   return it == tensors_.end() ? nullptr : &it->second;
 }
 
-void SafetensorsFile::DropResidentPages() const {
-  madvise(const_cast<std::byte*>(data_), size_bytes_, MADV_DONTNEED);
-}
-
 }  // namespace meshfill

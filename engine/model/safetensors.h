@@ -71,9 +71,6 @@ class SafetensorsFile {
   const std::map<std::string, TensorView, std::less<>>& tensors() const { return tensors_; }
   const TensorView* Find(std::string_view name) const;  // null: not in this file
 
-  // Gives the mapped pages back to the page cache: they are no longer resident until they are read again.
-  void DropResidentPages() const;
-
   // FileReader's, of bytes of its tensors.
   absl::Status Read(std::span<const std::byte> bytes, PageCache cache, void* to) const {
     return reader_.Read(bytes, cache, to);

@@ -53,6 +53,7 @@ TEST(ReadJsonText, ReadsUpToItsBound) {
   EXPECT_EQ(*ReadJsonText(folder.Write("empty", "")), "");
   EXPECT_TRUE(absl::IsNotFound(ReadJsonText(folder / "none").status()));
   EXPECT_TRUE(absl::IsInvalidArgument(ReadJsonText(folder.path()).status())) << "it is a folder";
+  EXPECT_TRUE(absl::IsInvalidArgument(ReadJsonText(folder / "text/none").status())) << "beneath a file";
   std::filesystem::resize_file(folder / "empty", kMaxJsonBytes + 1);
   const absl::Status large = ReadJsonText(folder / "empty").status();
   EXPECT_TRUE(absl::IsInvalidArgument(large)) << large;
