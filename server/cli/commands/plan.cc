@@ -238,7 +238,10 @@ class PlanCommand : public Command {
     request.one_memory = host.one_memory;
     request.kv_on_host = host.kv_on_host;
     const int workers = (ranks + options.ranks - 1) / options.ranks;
-    request.weights = host.weights.Share(workers, 1);
+    // Where ranks of a host share one copy, the fewer of the last host have as much among them: a plan counts
+    // as much for each rank as for the one that has most.
+    const int last = ranks - (workers - 1) * options.ranks;
+    request.weights = host.weights.Share(ranks, host.one_memory ? last : options.ranks);
     if (config.pool().control_listen().empty()) {
       // A server's prompts leave K and V for its cache, behind GPUs where the config wants that.
       request.keeps_kv = host.kv_on_host && options.kv_cache.value_or(false);
