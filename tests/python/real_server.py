@@ -109,7 +109,9 @@ class RealServerTest(unittest.TestCase):
 
     def serve_pool(self, model: pathlib.Path, ranks_of_workers, **settings) -> meshfill.Client:
         """A client of a front-end with a worker for each number of ranks."""
-        leader = {"listen": "127.0.0.1:0", "metrics_listen": "", "pool__control_listen": "127.0.0.1:0"}
+        # Nobody is lost where the machine stands still.
+        patience = {"pool__silence_timeout": "20s", "pool__hang_timeout": "20s"}
+        leader = {"listen": "127.0.0.1:0", "metrics_listen": "", "pool__control_listen": "127.0.0.1:0", **patience}
         server = self.start("serve", *self.settings(model, **leader, **settings))
         control = server.wait_for(r"workers join at (\S+:\d+)")
         for number, ranks in enumerate(ranks_of_workers):

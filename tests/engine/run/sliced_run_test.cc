@@ -505,14 +505,17 @@ TEST(SlicedRunTest, TakesTheTimeThatIsPredicted) {
     plan.exchange_tokens = exchange_tokens;
     plan.slice_tokens = PlanSliceTokens(plan, speed.slice_tokens);
     const Prediction prediction = PredictTime(model, speed, plan, plan.schedule);
-    double least = std::numeric_limits<double>::infinity();
-    for (int attempt = 0; attempt < 4 && least > 1.5 * prediction.seconds;
-         ++attempt) {  // a machine may be busy
+    double least = std::numeric_limits<double>::infinity(), most_wait = 0;
+    const auto as_predicted = [&] {
+      return least < 1.1 * prediction.seconds && most_wait > 0.75 * prediction.comm_wait_seconds;
+    };
+    for (int attempt = 0; attempt < 10 && !as_predicted(); ++attempt) {  // a machine may be busy
       const auto run = run_once();
       for (const absl::Status& end : run.ends) ASSERT_TRUE(end.ok()) << end;
       least = std::min(least, run.seconds);
-      EXPECT_GT(run.stats[0].comm_wait_seconds(), 0.75 * prediction.comm_wait_seconds) << exchange_tokens;
+      most_wait = std::max(most_wait, run.stats[0].comm_wait_seconds());
     }
+    EXPECT_GT(most_wait, 0.75 * prediction.comm_wait_seconds) << exchange_tokens;
     real[exchange_tokens] = least;
     predicted[exchange_tokens] = prediction.seconds;
     EXPECT_GT(least, 0.85 * prediction.seconds) << exchange_tokens;

@@ -16,7 +16,7 @@ namespace {
 using FrontEndTest = FrontEndFixture;
 
 TEST_F(FrontEndTest, EndsUploadsThatStandStill) {
-  StartServer({"limits.upload_timeout=150ms", "limits.upload_tokens_per_second=10"});
+  StartServer({"limits.upload_timeout=1s", "limits.upload_tokens_per_second=1"});
   Call silent(*stub_), stalled(*stub_);
   stalled.Send(Header(3)).Send({1, 2});
   for (Call* call : {&silent, &stalled}) {
@@ -30,18 +30,18 @@ TEST_F(FrontEndTest, EndsUploadsThatStandStill) {
   Call steady(*stub_);
   steady.Send(Header(3));
   for (uint32_t id : {1u, 2u, 3u}) {
-    absl::SleepFor(absl::Milliseconds(80));
+    absl::SleepFor(absl::Milliseconds(400));
     steady.Send({id});
   }
   steady.HalfClose();
   ASSERT_TRUE(engine_->WaitForBegun(1));
-  absl::SleepFor(absl::Milliseconds(300));
+  absl::SleepFor(absl::Milliseconds(1500));
   engine_->Release();
   EXPECT_TRUE(steady.Finish().status.ok());
 }
 
 TEST_F(FrontEndTest, EndsUploadsThatAreSlowButNeverSilent) {
-  StartServer({"limits.upload_timeout=300ms", "limits.upload_tokens_per_second=1000"});
+  StartServer({"limits.upload_timeout=1s", "limits.upload_tokens_per_second=1000"});
   Call empty(*stub_), dripping(*stub_);
   std::thread drip([&] {
     empty.Send(Header(1 << 20));
@@ -61,11 +61,11 @@ TEST_F(FrontEndTest, EndsUploadsThatAreSlowButNeverSilent) {
   EXPECT_EQ(GetPool().queued_requests(), 0u);
   drip.join();
   ExpectGoodRequestIsServed();
-  // 600 tokens pay for 0.6 s more.
+  // 2,000 tokens pay for 2 s more.
   Call steady(*stub_);
-  steady.Send(Header(601)).Send(std::vector<uint32_t>(600, 1));
+  steady.Send(Header(2001)).Send(std::vector<uint32_t>(2000, 1));
   for (int i = 0; i < 3; ++i) {
-    absl::SleepFor(absl::Milliseconds(180));
+    absl::SleepFor(absl::Milliseconds(500));
     steady.Send(std::vector<uint32_t>{});
   }
   EXPECT_TRUE(steady.Send({1}).HalfClose().Finish().status.ok());

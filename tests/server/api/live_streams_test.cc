@@ -90,7 +90,7 @@ TEST(LiveStreamsTest, AnUploadThatStandsStillIsToldOnce) {
 
 TEST(LiveStreamsTest, AMessageStartsTheClockAgainAsFarAsItsTokensPay) {
   LiveStreams::Limits limits = Patient();
-  limits.upload_timeout = absl::Milliseconds(200);
+  limits.upload_timeout = absl::Seconds(1);
   limits.upload_tokens_per_second = 1000;
   LiveStreams live(limits);
   const absl::Time begin = MonotonicNow();
@@ -103,13 +103,10 @@ TEST(LiveStreamsTest, AMessageStartsTheClockAgainAsFarAsItsTokensPay) {
     absl::SleepFor(absl::Milliseconds(1));
   }
   EXPECT_GE(MonotonicNow() - begin, limits.upload_timeout);
+  live.UploadDone(paid.get());
   live.OnMessage(slow.get(), 0);  // one that was on its way: it is told no second time
   const auto quiet = Add(live);   // whose time comes after
-  while (quiet->words().empty()) {
-    ASSERT_LT(MonotonicNow() - begin, kPatience);
-    live.OnMessage(paid.get(), int64_t{1} << 40);
-    absl::SleepFor(absl::Milliseconds(1));
-  }
+  EXPECT_TRUE(quiet->Comes({"overdue"}));
   EXPECT_EQ(slow->words(), Words{"overdue"});
   EXPECT_EQ(paid->words(), Words());
   live.Remove(quiet.get());

@@ -13,6 +13,7 @@
 #include "server/api/prefill_queue.h"
 #include "tests/engine/random_seed.h"
 #include "tests/server/api/prefill_queue_fixture.h"
+#include "tests/server/eventually.h"
 
 namespace meshfill {
 namespace {
@@ -157,7 +158,7 @@ TEST_F(PrefillQueuePacksTest, APackGivesWayToAHigherClassAndGoesOn) {
       Phases(),
       (std::map<std::string, Phase>{
           {"1", Phase::kPaused}, {"2", Phase::kPaused}, {"3", Phase::kPaused}, {"10", Phase::kRunning}}));
-  EXPECT_EQ(Metric("meshfill_preemptions_total"), 3) << "each prompt counts";
+  EXPECT_TRUE(Eventually([&] { return Metric("meshfill_preemptions_total") == 3; })) << "each prompt counts";
   higher.slot.reset();
   ASSERT_TRUE(WaitForPhase("3", Phase::kRunning));
   EXPECT_EQ(Phases()["1"], Phase::kRunning);

@@ -9,6 +9,7 @@
 #include "server/api/prefill_queue.h"
 #include "server/api/queue_room.h"
 #include "tests/server/api/prefill_queue_fixture.h"
+#include "tests/server/eventually.h"
 
 namespace meshfill {
 namespace {
@@ -262,7 +263,7 @@ TEST_F(PrefillQueueTurnsTest, EachPreemptionIsCounted) {
   auto waiter = std::make_shared<RecordingWaiter>();
   Submit(*shorter, 2, waiter);
   ASSERT_TRUE(engine_.WaitForBegun(2));
-  EXPECT_EQ(Metric("meshfill_preemptions_total"), 1);
+  EXPECT_TRUE(Eventually([&] { return Metric("meshfill_preemptions_total") == 1; }));
   engine_.Release();
   EXPECT_TRUE(running_->Result().ok());
   EXPECT_TRUE(waiter->Result().ok());

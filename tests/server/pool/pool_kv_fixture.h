@@ -66,7 +66,9 @@ inline std::string SpeedProfile() {
   return absl::StrCat(testing::TempDir(), "/speed_of_", program_invocation_short_name, ".json");
 }
 
+// Workers are lost where a test ends them, and not where the machine stands still.
 inline v1::Config Config(std::vector<std::string> overrides) {
+  overrides.insert(overrides.begin(), {"pool.silence_timeout=20s", "pool.hang_timeout=20s"});
   overrides.push_back(absl::StrCat("model.path=", Folder()));
   overrides.push_back("model.dtype=f32");
   overrides.push_back(absl::StrCat("plan.profile_path=", SpeedProfile()));
