@@ -106,7 +106,8 @@ void ProgressBar::SetPrediction(double predicted_seconds, int before, double wai
 void ProgressBar::SetLayersDone(int layers_done, int layers, double seconds) {
   const MutexLock lock(mu_);
   if (progress_.before > 0 && progress_.layers == 0) start_ = MonotonicNow() - absl::Seconds(seconds);
-  if (layers_done < progress_.layers_done) {  // its run was begun anew
+  // Its run was begun anew, perhaps in other pieces, where fewer of all are done.
+  if (int64_t{layers_done} * progress_.layers < int64_t{progress_.layers_done} * layers) {
     start_ = MonotonicNow() - absl::Seconds(progress_.predicted_seconds * layers_done / layers);
   }
   progress_.layer_seconds = absl::ToDoubleSeconds(MonotonicNow() - start_);
