@@ -19,6 +19,8 @@ PROBES = {"startupProbe": "/healthz", "livenessProbe": "/healthz", "readinessPro
 PATIENCE_SECONDS = 5  # of one probe: health answers in 2 ms, and late where the CPU limit holds the process back
 OUTAGE_SECONDS = 60  # a container that answers no probe for less is not restarted
 LOAD_SECONDS = 1800  # the model's fetch and load, after the last pod has drained
+EVIDENCE_SECONDS = 24 * 3600  # a Job that failed at night is looked at in the morning
+RETRIES = 10  # of a download, over half an hour: 10 s after the first failure, then twice as long, at most 6 minutes
 APPLIED_BYTES = 262144  # kubectl apply keeps an object in an annotation of its own, which is bounded
 
 
@@ -268,6 +270,25 @@ def unpinned(job):
             yield "pip takes any version of what the packages stand on"
 
 
+def check_job_failure(documents):
+    """What no retry can change fails a Job at once, by an exit code of its own. Its pod stays, with the log that says why. What
+    bash and Python exit with is tried again."""
+    for job in of_kind(documents, "Job"):
+        name, spec = name_of(job), job["spec"]
+        final = {code for rule in spec.get("podFailurePolicy", {}).get("rules", []) if rule["action"] == "FailJob"
+                 and rule.get("onExitCodes", {}).get("operator") == "In" for code in rule["onExitCodes"]["values"]}
+        codes = {int(code) for container in spec["template"]["spec"]["containers"]
+                 for code in re.findall(r"\bexit ([1-9]\d*)", container["args"][0])}
+        if not codes or codes != final or codes & {1, 2}:
+            yield f"{name}: exits with {codes or 'no code'} where no retry helps, and fails at once after {final or 'no code'}"
+        if spec["template"]["spec"]["restartPolicy"] != "Never":
+            yield f"{name}: the pod that failed is deleted, with its log"
+        if spec.get("ttlSecondsAfterFinished", math.inf) < EVIDENCE_SECONDS:
+            yield f"{name}: its logs are deleted {spec['ttlSecondsAfterFinished']} s after it has failed"
+        if spec.get("backoffLimit", 6) < RETRIES:
+            yield f"{name}: gives up after {spec.get('backoffLimit', 6)} broken downloads"
+
+
 def check_cache(documents):
     """Where there are ranks, their measured speed is kept in a volume that outlives the container."""
     for name, pod, container, text in processes_of(documents):
@@ -457,8 +478,8 @@ def check_vllm(documents):
         yield f"deploy/vllm.Dockerfile: vLLM {image} is not one of those tested ({', '.join(tested)})"
 
 
-CHECKS = [check_pod_security, check_wiring, check_probes, check_model, check_claims_of_one_node, check_cache, check_gpus,
-          check_selectors, check_placement, check_monitoring, check_vllm]
+CHECKS = [check_pod_security, check_wiring, check_probes, check_model, check_claims_of_one_node, check_job_failure, check_cache,
+          check_gpus, check_selectors, check_placement, check_monitoring, check_vllm]
 
 
 def problems(documents, versions=VERSIONS):

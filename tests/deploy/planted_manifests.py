@@ -65,6 +65,10 @@ def follow(document, labels):
     term["labelSelector"]["matchLabels"].update(labels)
 
 
+def fail_at(job, codes):
+    job["spec"]["podFailurePolicy"]["rules"][0]["onExitCodes"]["values"] = codes
+
+
 FRONT_END, WORKER = ("Deployment", "meshfill-front-end"), ("StatefulSet", "meshfill-worker")
 FRONT_END_CONFIG, WORKER_CONFIG = ("ConfigMap", "meshfill-front-end"), ("ConfigMap", "meshfill-worker")
 
@@ -115,6 +119,13 @@ def planted():
     yield change("any version of the client", BASE, "Job", "", lambda d: set_argument(d, "huggingface_hub==1.2.3", "huggingface_hub"))
     yield change("any version of what the client stands on", BASE, "Job", "", lambda d: set_argument(d, " --no-deps", ""))
     yield change("any Python", BASE, "Job", "", lambda d: first(d).update(image="python:3.12-slim"))
+    yield change("a Job that tries what no retry can change", BASE, "Job", "", lambda d: d["spec"].pop("podFailurePolicy"))
+    yield change("a refusal that looks like a broken download", BASE, "Job", "", lambda d: set_argument(d, "exit 3", "exit 1"))
+    yield change("a broken download that is not tried again", BASE, "Job", "",
+                 lambda d: set_argument(d, "exit 3", "exit 1") or fail_at(d, [1]))
+    yield change("a Job that takes its log with it", BASE, "Job", "", lambda d: pod(d).update(restartPolicy="OnFailure"))
+    yield change("a log for ten minutes", BASE, "Job", "", lambda d: d["spec"].update(ttlSecondsAfterFinished=600))
+    yield change("a Job that gives up early", BASE, "Job", "", lambda d: d["spec"].pop("backoffLimit"))
     yield change("a start without the model", BASE, *WORKER, lambda d: pod(d).pop("initContainers"))
     yield change("speeds in the image", BASE, *WORKER_CONFIG, lambda d: reconfigure(d, lambda c: c.pop("plan")))
     yield change("speeds on no volume", BASE, *WORKER, lambda d: first(d)["volumeMounts"].pop())
