@@ -5,6 +5,7 @@ Usage: check_kubernetes.py    (tests/deploy/check-kubernetes.sh calls it, and sa
 import os
 import pathlib
 import re
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -13,12 +14,13 @@ import textwrap
 import check_chart
 import yaml
 from manifest_checks import NEWEST, problems
-from manifests import DEPLOY, KUBERNETES, ROOT, processes_of, render
+from manifests import DEPLOY, KUBERNETES, ROOT, name_of, of_kind, processes_of, render
 from planted_manifests import planted
 
 MESHFILL = os.environ.get("MESHFILL")
 CONFIG_FOLDER = "/etc/meshfill/"
 OTHER_NAMESPACE = "elsewhere"
+REPLACED = {"deployment": "Deployment", "statefulset": "StatefulSet", "job": "Job", "pvc": "PersistentVolumeClaim"}  # with a model
 
 
 def check_with_binary(documents):
@@ -99,6 +101,40 @@ def check_documented_overlay(lines):
         yield "the ConfigMap documentation is applied, too"
 
 
+def documented_replacement():
+    """The lines of docs/operating.md that replace a pool's model, each with what continues it."""
+    section = re.search(r"^### Another model\n(.*?)^### ", (ROOT / "docs/operating.md").read_text(), re.M | re.S)[1]
+    return re.findall(r"^    (.*)$", section.replace("\\\n", " "), re.M)
+
+
+def chosen(command, pool, documents):
+    """Names of the objects that a `kubectl delete KIND,KIND -l SELECTOR` chooses."""
+    words = shlex.split(command.replace("$POOL", pool))
+    kinds = [REPLACED[each] for each in words[words.index("delete") + 1].split(",")]
+    labels = dict(each.split("=") for each in words[words.index("-l") + 1].split(","))
+    return {name_of(each) for each in of_kind(documents, *kinds) if labels.items() <= each["metadata"]["labels"].items()}
+
+
+def check_documented_replacement(lines):
+    """It drains the front-end while the workers are there, then deletes what is left of the pool and of no other release."""
+    first, then = (line for line in lines if " delete " in line)
+    if not {"--cascade=foreground", "--wait"} <= {*first.split()}:
+        yield "it does not wait for the front-end's pod"
+    ours, charts = (shlex.split(line, comments=True)[0].partition("=")[2] for line in lines if line.startswith("POOL="))
+    charts = charts.replace("RELEASE", check_chart.OTHER[0])
+    release, other = (check_chart.helm(check_chart.CHART, [], each)[0] for each in (check_chart.OTHER, check_chart.RELEASE))
+    pools = [(ours, render(KUBERNETES / overlay)) for overlay, _ in check_chart.pairs()]
+    for pool, documents in [*pools, (charts, release)]:
+        front_end = {name_of(each) for each in of_kind(documents, "Deployment") if name_of(each).endswith("-front-end")}
+        if chosen(first, pool, documents) != front_end:
+            yield f"{pool}: deletes {chosen(first, pool, documents)} first"
+        left = {name_of(each) for each in of_kind(documents, *REPLACED.values())} - chosen(then, pool, documents)
+        if left:
+            yield f"{pool}: leaves {left}"
+    if found := chosen(then, charts, other):
+        yield f"{charts}: deletes {found} of another release"
+
+
 def report(what, found):
     print(f"{what}, {len(found)} problems")
     for each in found:
@@ -117,6 +153,7 @@ def main():
     failed |= report("overlays of one's own", [*check_own_overlays()])
     failed |= report("the overlay of docs/operating.md", [*check_documented_overlay(documented_overlay())])
     failed |= report("the egress of docs/operating.md", [*check_documented_egress()])
+    failed |= report("the replacement of a model in docs/operating.md", [*check_documented_replacement(documented_replacement())])
     failed |= report(f"helm/meshfill, with {len(check_chart.pairs())} sets of values", [*check_chart.check_chart()])
     for what, documents in check_chart.rendered() if MESHFILL else []:
         failed |= report(f"{what}, given to the binary", [*check_with_binary(documents)])
@@ -133,6 +170,11 @@ def main():
         if not found:
             failed = True
             print(f"NOT FOUND: {new} in the documented overlay")
+    for old, new in (("--cascade=foreground", ""), (",app.kubernetes.io/component=front-end", ""), (",pvc", ""),
+                     ("statefulset,", ""), (",app.kubernetes.io/instance=RELEASE", "")):
+        if not [*check_documented_replacement([line.replace(old, new) for line in documented_replacement()])]:
+            failed = True
+            print(f"NOT FOUND: a replacement of a model without {old}")
     print(f"{len(broken)} manifests broken on purpose were looked at")
     sys.exit(1 if failed else 0)
 
