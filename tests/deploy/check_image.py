@@ -19,6 +19,8 @@ MIRROR = os.environ.get("MESHFILL_MIRROR", "http://deb.debian.org/debian")
 CUDA_HOME = os.environ.get("MESHFILL_CUDA_HOME")
 ARGUMENTS = {"GRPC": os.environ.get("MESHFILL_GRPC", "")}
 SEED_PACKAGES = "ca-certificates"  # for mirrors of https; what they bring is purged where the image that runs begins
+AUTHORITIES = "etc/ssl/certs/ca-certificates.crt"
+LENT = "/run/lent"  # where the stages that run find what apt needs for a mirror of https, and the image has nothing of it
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 IGNORED = ("EXPOSE", "HEALTHCHECK")
 
@@ -77,7 +79,7 @@ class Stage:
         self.user = source.user if source else None
         self.entrypoint = source.entrypoint if source else None
         self.environment = dict(source.environment) if source else {"PATH": PATH, "HOME": "/tmp"}
-        self.mounts = {"/proc": "/proc", "/dev": "/dev"}
+        self.mounts = dict(source.mounts) if source else {"/proc": "/proc", "/dev": "/dev"}
 
     def path(self, name):
         return self.root / os.path.join(self.workdir, name).lstrip("/")
@@ -99,19 +101,23 @@ class Stage:
                 subprocess.run(["umount", "-R", "-l", at], check=True)
 
 
+def debootstrapped(root):
+    """A stage with what every other one begins with."""
+    subprocess.run(["debootstrap", "--variant=minbase", f"--include={SEED_PACKAGES}", "bookworm", root, MIRROR],
+                   check=True, stdout=subprocess.DEVNULL)
+    shutil.copy("/etc/resolv.conf", root / "etc/resolv.conf")
+    return Stage(root)
+
+
 class Image:
     """The stages of one target, each a copy of the one that it begins with."""
 
-    def __init__(self, folder):
-        self.folder, self.stages, self.stage = folder, {}, None
-        self.base = Stage(folder / "base")
-        subprocess.run(["debootstrap", "--variant=minbase", f"--include={SEED_PACKAGES}", "bookworm", self.base.root, MIRROR],
-                       check=True, stdout=subprocess.DEVNULL)
-        shutil.copy("/etc/resolv.conf", self.base.root / "etc/resolv.conf")
+    def __init__(self, folder, base, mirror=MIRROR):
+        self.folder, self.base, self.mirror = folder, base, mirror
+        self.stages, self.stage = {}, None
         self.context = folder / "context"
-        self._export_context()
 
-    def _export_context(self):
+    def export_context(self):
         ignore = ignored()
         self.context.mkdir()
         archive = subprocess.run(["git", "-C", ROOT, "archive", "HEAD"], check=True, capture_output=True).stdout
@@ -131,10 +137,21 @@ class Image:
             subprocess.run(["cp", "-a", origin.root, root], check=True)
             self.stage = Stage(root, origin)
             if name == "runtime":
+                if self.mirror.startswith("https:"):
+                    self._lend_authorities(origin.root / AUTHORITIES)
                 self.stage.run(f"apt-get purge -y -qq {SEED_PACKAGES} openssl >/dev/null; rm -rf /etc/ssl/certs")
         if CUDA_HOME and "cuda" in name:
             self.stage.mounts["/usr/local/cuda"] = CUDA_HOME
         self.stages[name] = self.stage
+
+    def _lend_authorities(self, bundle):
+        """Apt checks the mirror's certificate in this stage and those that begin with it, which have no authorities yet."""
+        lent = self.folder / "lent"
+        lent.mkdir()
+        shutil.copy(bundle, lent)
+        (lent / "apt.conf").write_text(f'Acquire::https::CAInfo "{LENT}/{bundle.name}";\n')
+        self.stage.mounts[LENT] = lent
+        self.stage.environment["APT_CONFIG"] = f"{LENT}/apt.conf"
 
     def do_arg(self, rest):
         name, _, default = rest.partition("=")
@@ -192,7 +209,9 @@ def main():
         sys.exit(f"check-image: {target} is no image; cpu or cuda")
     print("gRPC:", ARGUMENTS["GRPC"] or "Debian's; MESHFILL_GRPC=TAG builds it from source, where github.com is in reach")
     with tempfile.TemporaryDirectory() as name:
-        image = Image(pathlib.Path(name))
+        folder = pathlib.Path(name)
+        image = Image(folder, debootstrapped(folder / "base"))
+        image.export_context()
         image.build([stages[each] for each in needed(stages, bill)])
         final = image.stages[target]
         meshfill = " ".join(final.entrypoint)
@@ -201,7 +220,7 @@ def main():
         out = final.run(f"{meshfill} make-model --arch llama --out /tmp/model >/dev/null; "
                         f"echo 1 2 3 4 5 | {meshfill} prefill --config {config} --set model.path=/tmp/model --tokens - --json",
                         user=final.user)
-        final.run("test -s /etc/ssl/certs/ca-certificates.crt", user=final.user)  # https, and --tls without --ca
+        final.run(f"test -s /{AUTHORITIES}", user=final.user)  # https, and --tls without --ca
         print(f"as {final.user}: first token {json.loads(out)['first_token']}, plan {json.loads(out)['plan']}")
         packages = json.loads((image.stages[bill].root / "meshfill.spdx.json").read_text())["packages"]
         size = subprocess.run(["du", "-sxm", final.root], check=True, capture_output=True, text=True).stdout.split()[0]
