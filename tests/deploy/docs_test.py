@@ -26,6 +26,9 @@ MISLEADING = (
     "| compressed messages | none", "| of it: ", "the peak that MFU refers to", "what their names say", "own row ends last",
     "merges what arrived", "that the host plays", "takes at least 0.999 times",
 )
+# What a worker's configuration may have, as its front-end's has it, though only the front-end reads it.
+OF_THE_FRONT_END = {"limits.upload_timeout", "limits.upload_tokens_per_second", "limits.max_top_k", "limits.return_logits",
+                    "kv.lease", "kv.max_lease", "kv.block_tokens", "kv.cache", "plan.partial_dtype"}
 SOURCE = re.compile(r"\.(h|cc|cu|cuh|py|sh|md|proto|ya?ml|json|svg|txt|in)$")
 
 
@@ -49,6 +52,26 @@ def unknown_keys(text, keys):
     sections = {key.partition(".")[0] for key in keys if "." in key}
     found = re.findall(r"`((?:" + "|".join(sorted(sections)) + r")\.[a-z_.]+)\b", text)
     return [key for key in found if key.replace("tenants.", "tenants.NAME.") not in keys and key not in FIELDS]
+
+
+def example_keys(text):
+    """{key: value} of an example of a configuration, also of the lines that are comments; sections have the value ''."""
+    found, sections = {}, []
+    for line in re.sub(r"^( *)# ?", r"\1", text, flags=re.M).split("\n"):
+        if match := re.fullmatch(r"( *)([a-z_]+):(?: (.*))?", line):
+            depth = len(match[1])
+            sections = [*(each for each in sections if each[0] < depth), (depth, match[2])]
+            found[".".join(name for _, name in sections)] = match[3] or ""
+    return found
+
+
+def keys_of(command):
+    """{key: its default, as docs/configuration.md has it} of the keys that `serve` or `worker` may have."""
+    found = re.findall(r"^- `([\w.]+)` \(([^()]*(?:\([^()]*\)[^()]*)*)\):", read("docs/configuration.md"), re.M)
+    about = {key: " ".join(text.split()) for key, text in found}
+    other = {"serve": "worker", "worker": "serve"}[command]
+    return {key: (re.search(r"default: (.*?)(?:; of `\w+`)?$", text) or [""] * 2)[1] for key, text in about.items()
+            if not text.endswith(f"of `{other}`")}
 
 
 def unknown_metrics(text, known):
@@ -165,6 +188,10 @@ class ChecksTest(unittest.TestCase):
         for key in ("pool.ranks", "plan.embedded", "kv.tls", "log.level", "limits.max_wait"):
             self.assertEqual(unknown_keys(f"a `{key}` b", keys), [key])
 
+    def test_keys_of_an_example_are_found_in_its_comments_too(self):
+        text = "# Text: of a file\n\na: 1\n# b:\n#   # Why.\n#   c: x\n#   d:\n#     e: {f: 1}\ng:\n  # h or i: prose\n  # j: 2\nk: ''\n"
+        self.assertEqual(example_keys(text), {"a": "1", "b": "", "b.c": "x", "b.d": "", "b.d.e": "{f: 1}", "g": "", "g.j": "2", "k": "''"})
+
     def test_a_metric_that_is_none_is_found(self):
         known = {"meshfill_ttft_seconds", "process_open_fds"}
         self.assertEqual(unknown_metrics("`meshfill_ttft_seconds_bucket{le=\"1\"}`, process_open_fds, meshfill_<folder>, x/meshfill_a_b", known), [])
@@ -273,6 +300,25 @@ class DocsTest(unittest.TestCase):
     def test_keys_in_the_docs_are_keys_of_the_configuration(self):
         for path in DOCUMENTS:
             self.assertEqual(unknown_keys(read(path), configuration_keys()), [], path)
+
+    def test_keys_of_the_examples_are_keys_of_the_configuration(self):
+        for path in sorted((ROOT / "configs").glob("*.yaml")):
+            keys = {re.sub(r"^tenants\.\w+", "tenants.NAME", key) for key in example_keys(path.read_text())}
+            self.assertEqual(keys - configuration_keys(), set(), path)
+
+    def test_the_examples_limits_are_the_defaults(self):
+        for name in ("local", "worker"):
+            limits = {key: value for key, value in example_keys(read(f"configs/{name}.yaml")).items() if key.startswith("limits.")}
+            defaults = keys_of("serve")
+            self.assertEqual(limits, {key: defaults[key] for key in limits}, name)
+
+    def test_the_workers_example_has_every_key_that_workers_read(self):
+        text = read("configs/worker.yaml")
+        wanted = keys_of("worker").keys() - OF_THE_FRONT_END
+        self.assertGreater(len(wanted), 30)
+        missing = wanted - example_keys(text).keys()
+        self.assertEqual({key for key in missing if not key.endswith(".insecure")}, set())
+        self.assertEqual(text.count("or `insecure: true`"), sum(key.endswith(".insecure") for key in wanted))
 
     def test_metrics_in_the_docs_are_there(self):
         for path in DOCUMENTS:
