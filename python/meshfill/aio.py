@@ -15,7 +15,7 @@ from . import holders
 from .channel import Connection
 from .client import UNARY_TIMEOUT_SECONDS, Prompt, event_value, lease_name, rest_of, shape_of
 from .cursor import FetchCursor
-from .errors import DeadlineExceededError, InternalError, MeshfillError, NotFoundError, from_rpc_error
+from .errors import CancelledError, DeadlineExceededError, InternalError, MeshfillError, NotFoundError, from_rpc_error
 from .kv import KvArrays, KvPart, KvShape, make_range
 from .leases import LeaseBook
 from .messages import plan_options, prefill_header, prefill_requests, token_array
@@ -29,7 +29,10 @@ LeaseLike = Union["Lease", KvManifest, str]
 
 
 class Client:
-    """As meshfill.Client; made and used within one event loop. Cancelling a coroutine cancels its call."""
+    """As meshfill.Client; made and used within one event loop. Cancelling a coroutine cancels its call.
+
+    Its close ends calls under way with asyncio.CancelledError, as grpc.aio does.
+    """
 
     def __init__(
         self,
@@ -58,13 +61,15 @@ class Client:
         self._book = LeaseBook(tenant)
         self._tokenizer = TextTokenizer(tokenizer) if tokenizer is not None else None
         self._channels: Dict[str, grpc.aio.Channel] = {}
-        self._stub = self._stub_of(address)
+        self._closed = False
+        self._stub_of(address)  # A PEM file that cannot be read is told here.
 
     @property
     def tokenizer(self) -> Optional[TextTokenizer]:
         return self._tokenizer
 
     async def close(self) -> None:
+        self._closed = True
         channels, self._channels = list(self._channels.values()), {}
         for channel in channels:
             await channel.close()
@@ -75,7 +80,14 @@ class Client:
     async def __aexit__(self, *_) -> None:
         await self.close()
 
+    @property
+    def _stub(self) -> PrefillServiceStub:
+        return self._stub_of(self.address)
+
     def _stub_of(self, address: str) -> PrefillServiceStub:
+        """CancelledError: the client is closed."""
+        if self._closed:
+            raise CancelledError(f"server {address}: this client is closed")
         if address not in self._channels:
             self._channels[address] = self._connection.open(address, grpc.aio)
         return PrefillServiceStub(self._channels[address])
@@ -250,6 +262,8 @@ class Client:
             except DeadlineExceededError:
                 raise
             except MeshfillError as error:
+                if self._closed:
+                    raise
                 _log.warning("%s; the front-end gives the rest of this holder's KV", error)
             if cursor.done:
                 return

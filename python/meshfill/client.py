@@ -30,7 +30,10 @@ Prompt = Union[str, Iterable[int]]
 
 
 class Client:
-    """A connection to a Meshfill server. Close it, or use it in a `with` block."""
+    """A connection to a Meshfill server. Close it, or use it in a `with` block.
+
+    CancelledError: of calls that its close, in any thread, ends, and of those after it.
+    """
 
     def __init__(
         self,
@@ -66,7 +69,7 @@ class Client:
         self._mutex = threading.Lock()
         self._channels: Dict[str, grpc.Channel] = {}  # guarded by _mutex; by address
         self._closed = threading.Event()
-        self._stub = self._stub_of(address)
+        self._stub_of(address)  # A PEM file that cannot be read is told here.
 
     @property
     def tokenizer(self) -> Optional[TextTokenizer]:
@@ -85,8 +88,15 @@ class Client:
     def __exit__(self, *_) -> None:
         self.close()
 
+    @property
+    def _stub(self) -> PrefillServiceStub:
+        return self._stub_of(self.address)
+
     def _stub_of(self, address: str) -> PrefillServiceStub:
+        """CancelledError: the client is closed."""
         with self._mutex:
+            if self._closed.is_set():
+                raise CancelledError(f"server {address}: this client is closed")
             channel = self._channels.get(address)
             if channel is None:
                 channel = self._channels[address] = self._connection.open(address)
@@ -296,7 +306,7 @@ class Client:
             except DeadlineExceededError:
                 raise
             except MeshfillError as error:
-                if fetches.cancelled:
+                if fetches.cancelled or self._closed.is_set():
                     raise
                 _log.warning("%s; the front-end gives the rest of this holder's KV", error)
             if cursor.done:

@@ -79,6 +79,8 @@ class DeadlineExceededError(MeshfillError):
 
 
 class CancelledError(MeshfillError):
+    """Ended by `cancel`, by the client's `close`, or by the server; or called after `close`."""
+
     code = grpc.StatusCode.CANCELLED
 
 

@@ -1,5 +1,6 @@
 """Prefill, plan, pool, cancel and errors of meshfill.Client."""
 
+import asyncio
 import subprocess
 import tempfile
 import threading
@@ -10,7 +11,7 @@ import numpy as np
 
 import meshfill
 import meshfill.aio
-from fake_server import Faults
+from fake_server import FakeServer, Faults
 from fixtures import ServerTest, wait_until
 from meshfill.messages import CHUNK_TOKENS, prefill_requests, token_array
 from meshfill.results import Step
@@ -139,6 +140,26 @@ class PrefillTest(ServerTest):
         self.assertEqual((request.id, request.tenant, request.phase), ("long", "team", "paused"))
         self.assertEqual((request.tokens, request.layers_done), (65536, 3))
 
+    def test_a_closed_client_refuses_every_call(self):
+        server, client = self.pair()
+        manifest = client.prefill([1] * 50, keep_kv=True).kv
+        before = len(server.calls)
+        client.close()
+        client.close()
+        for call in (
+            lambda: client.prefill([1]),
+            lambda: client.cancel("one"),
+            lambda: client.plan(100),
+            client.pool,
+            lambda: client.renew_kv(manifest),
+            lambda: client.release_kv(manifest),
+            lambda: client.fetch_kv(manifest),
+            lambda: client.fetch_kv_arrays(manifest),
+        ):
+            with self.assertRaisesRegex(meshfill.CancelledError, "this client is closed"):
+                call()
+        self.assertEqual(len(server.calls), before)
+
 
 class AsyncClientTest(unittest.TestCase):
     def test_it_has_what_the_blocking_one_has_but_start_prefill(self):
@@ -146,6 +167,30 @@ class AsyncClientTest(unittest.TestCase):
             return {name for name in vars(cls) if not name.startswith("_")}
 
         self.assertEqual(public(meshfill.Client) - {"start_prefill"}, public(meshfill.aio.Client) - {"prefill_events"})
+
+    def test_a_closed_client_refuses_every_call(self):
+        async def run(server):
+            client = meshfill.aio.Client(server.address)
+            manifest = (await client.prefill([1] * 50, keep_kv=True)).kv
+            before = len(server.calls)
+            await client.close()
+            await client.close()
+            for call in (
+                lambda: client.prefill([1]),
+                lambda: client.cancel("one"),
+                lambda: client.plan(100),
+                client.pool,
+                lambda: client.renew_kv(manifest),
+                lambda: client.release_kv(manifest),
+                lambda: client.fetch_kv(manifest).__anext__(),
+                lambda: client.fetch_kv_arrays(manifest),
+            ):
+                with self.assertRaisesRegex(meshfill.CancelledError, "this client is closed"):
+                    await call()
+            self.assertEqual(len(server.calls), before)
+
+        with FakeServer() as server:
+            asyncio.run(run(server))
 
 
 class ConnectionTest(ServerTest):

@@ -391,6 +391,17 @@ class HoldersTest(ServerTest):
             client.fetch_kv_arrays(manifest)
         self.assertLess(time.monotonic() - begin, 8)
 
+    def test_a_close_ends_all_shares_at_once(self):
+        server, client, holders, manifest = self.make()
+        for holder in holders:
+            holder.faults = Faults(part_seconds=1)
+        threading.Timer(0.5, client.close).start()
+        begin = time.monotonic()
+        with self.assertRaises(meshfill.CancelledError):
+            client.fetch_kv_arrays(manifest)
+        self.assertLess(time.monotonic() - begin, 8)
+        self.assertEqual(server.count("FetchKv"), 0)
+
     def test_runs(self):
         holder = KvHolder("h", 0, 4, 0, 4, 64, 64, 192)
         self.assertEqual(token_runs(holder, 0, 500, 460), [(64, 128), (256, 320), (448, 460)])
