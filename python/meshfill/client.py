@@ -291,8 +291,12 @@ class Client:
         shares = holders.holder_shares(manifest, fetched) if from_holders and isinstance(manifest, KvManifest) else []
         name = lease_name(lease)
         if not shares:
-            for part in self._fetch(self.address, FetchCursor(name, fetched, attempts=attempts), _left(deadline)):
-                arrays.store(part)
+            fetch = self._fetch(self.address, FetchCursor(name, fetched, attempts=attempts), _left(deadline))
+            try:
+                for part in fetch:
+                    arrays.store(part)
+            finally:
+                fetch.cancel()
             return arrays
 
         fetches = _Fetches()
@@ -329,7 +333,7 @@ class Client:
 
     def _fetch(self, address: str, cursor: FetchCursor, timeout: Optional[float]) -> "KvFetch":
         metadata = self._connection.call_metadata(self._book.tenant_of(cursor.lease))
-        return KvFetch(self._stub_of(address), address, cursor, timeout, metadata, self._closed)
+        return KvFetch(_FetchCalls(self._stub_of(address), address, cursor, timeout, metadata, self._closed))
 
 
 class PrefillCall:
@@ -357,7 +361,28 @@ class PrefillCall:
 
 
 class KvFetch:
-    """A fetch under way: an iterator of KvPart for one thread. Any thread may cancel it."""
+    """A fetch under way: an iterator of KvPart for one thread. Any thread may cancel it.
+
+    One that is dropped before its end, as by a `break` from its loop, ends, too.
+    """
+
+    def __init__(self, calls: "_FetchCalls"):
+        self._calls = calls
+        self._parts = calls.parts()
+
+    def __iter__(self) -> Iterator[KvPart]:
+        return self
+
+    def __next__(self) -> KvPart:
+        return next(self._parts)
+
+    def cancel(self) -> None:
+        """Ends the fetch: its reader gets a CancelledError."""
+        self._calls.cancel()
+
+
+class _FetchCalls:
+    """The calls of a fetch, one after the other. They do not refer to the KvFetch: nothing but its reader keeps it."""
 
     def __init__(
         self, stub, address: str, cursor: FetchCursor, timeout: Optional[float], metadata, closed: threading.Event
@@ -371,22 +396,14 @@ class KvFetch:
         self._cancelled = threading.Event()
         self._closed = closed
         self._call = None
-        self._parts = self._read()
-
-    def __iter__(self) -> Iterator[KvPart]:
-        return self
-
-    def __next__(self) -> KvPart:
-        return next(self._parts)
 
     def cancel(self) -> None:
-        """Ends the fetch: its reader gets a CancelledError."""
         self._cancelled.set()
         call = self._call
         if call is not None:
             call.cancel()
 
-    def _read(self) -> Iterator[KvPart]:
+    def parts(self) -> Iterator[KvPart]:
         cursor = self._cursor
         while not cursor.done:
             self._call = call = self._stub.FetchKv(

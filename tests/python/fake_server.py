@@ -138,6 +138,7 @@ class FakeServer(prefill_pb2_grpc.PrefillServiceServicer):
         self.calls: List[Tuple[str, object]] = []  # (method, request or header)
         self.cancelled: List[str] = []  # request ids whose call ended before their result
         self.holders: List[pb.KvHolder] = []  # put into manifests
+        self.fetching = 0  # guarded by changed; calls of FetchKv that have not ended
         self._part_tokens = part_tokens
         self._token = token
         self._runs = holder_runs
@@ -276,6 +277,9 @@ class FakeServer(prefill_pb2_grpc.PrefillServiceServicer):
 
     def FetchKv(self, request, context):
         self._check(context, "FetchKv", request)
+        self._count_fetch(1)
+        if not context.add_callback(lambda: self._count_fetch(-1)):
+            self._count_fetch(-1)
         if self.faults.refuse_fetches:
             context.abort(grpc.StatusCode.NOT_FOUND, f"lease {request.lease} is unknown or has lapsed")
         with self.changed:
@@ -323,6 +327,10 @@ class FakeServer(prefill_pb2_grpc.PrefillServiceServicer):
                     part.crc32c ^= 1
                 yield part
                 sent += 1
+
+    def _count_fetch(self, change: int) -> None:
+        with self.changed:
+            self.fetching += change
 
     def _parts(self, first: int, end: int, step: int):
         """[first, end) of each part: of a holder, within its runs."""

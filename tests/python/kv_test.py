@@ -1,6 +1,7 @@
 """FetchKv: layouts, ranges, checksums, resumption, holders and leases."""
 
 import asyncio
+import gc
 import random
 import signal
 import threading
@@ -18,7 +19,7 @@ from fixtures import ServerTest, bits, expected, wait_until
 from meshfill import kv as kv_module
 from meshfill.cursor import FetchCursor
 from meshfill.holders import holder_shares, token_runs
-from meshfill.kv import KvShape, make_range
+from meshfill.kv import KvArrays, KvShape, make_range
 from meshfill.leases import LeaseBook
 from meshfill.results import KvHolder, KvManifest
 from meshfill.stubs import pb
@@ -230,6 +231,27 @@ class FetchTest(ServerTest):
         with self.assertRaises(meshfill.CancelledError):
             list(fetch)
         call.cancel()
+
+    def test_an_exception_ends_a_fetch_of_arrays_at_once(self):
+        self.server.faults = Faults(part_seconds=1)
+        begin_fetch, kept = self.client._fetch, []  # that it is kept does not keep it going
+
+        def keep(*arguments):
+            kept.append(begin_fetch(*arguments))
+            return kept[0]
+
+        with mock.patch.object(self.client, "_fetch", keep), mock.patch.object(KvArrays, "store", side_effect=KeyboardInterrupt):
+            with self.assertRaises(KeyboardInterrupt):
+                self.client.fetch_kv_arrays(self.manifest)
+        wait_until(lambda: self.server.fetching == 0)
+
+    def test_a_break_ends_a_fetch_at_once(self):
+        self.server.faults = Faults(part_seconds=1)
+        self.addCleanup(gc.enable)
+        gc.disable()  # it may come late
+        for _ in self.client.fetch_kv(self.manifest):
+            break
+        wait_until(lambda: self.server.fetching == 0)
 
     def test_the_timeout_is_for_all_of_a_fetch(self):
         self.server.faults = Faults(break_after_parts=[0] * 1000)
