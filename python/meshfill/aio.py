@@ -280,12 +280,11 @@ class Client:
         return arrays
 
     async def _fetch(self, address: str, cursor: FetchCursor, timeout: Optional[float]) -> AsyncIterator[KvPart]:
-        stub = self._stub_of(address)
         metadata = self._connection.call_metadata(self._book.tenant_of(cursor.lease))
         deadline = None if timeout is None else time.monotonic() + timeout
         while not cursor.done:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            call = stub.FetchKv(cursor.next_request(), timeout=left, metadata=metadata)
+            call = self._stub_of(address).FetchKv(cursor.next_request(), timeout=left, metadata=metadata)
             try:
                 async for message in call:
                     yield cursor.accept(message)

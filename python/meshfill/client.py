@@ -406,9 +406,7 @@ class _FetchCalls:
     def parts(self) -> Iterator[KvPart]:
         cursor = self._cursor
         while not cursor.done:
-            self._call = call = self._stub.FetchKv(
-                cursor.next_request(), timeout=_left(self._deadline), metadata=self._metadata
-            )
+            self._call = call = self._begin(cursor.next_request())
             if self._cancelled.is_set():
                 call.cancel()
             try:
@@ -429,6 +427,14 @@ class _FetchCalls:
                 raise failure
             if self._cancelled.wait(delay):
                 raise CancelledError("the fetch was cancelled")
+
+    def _begin(self, request):
+        try:
+            return self._stub.FetchKv(request, timeout=_left(self._deadline), metadata=self._metadata)
+        except ValueError:  # gRPC's, of a closed channel among others
+            if not self._closed.is_set():
+                raise
+            raise CancelledError(f"server {self._address}: this client is closed") from None
 
 
 class _Fetches:

@@ -173,6 +173,13 @@ class FetchTest(ServerTest):
                 list(fetch)
             self.assertEqual(self.server.count("FetchKv"), before + 1)
 
+    def test_a_fetch_whose_client_is_closed_between_two_calls_is_cancelled(self):
+        self.server.faults = Faults(break_after_parts=[3])
+        fetch = self.client.fetch_kv(self.manifest)
+        with mock.patch.object(FetchCursor, "retry_delay", lambda *_: self.client.close() or 0.0):
+            with self.assertRaisesRegex(meshfill.CancelledError, "this client is closed"):
+                list(fetch)
+
     def test_pages_are_resumed_too(self):
         self.server.faults = Faults(break_after_parts=[2, 1], corrupt_part=[-1, -1, 0])
         arrays = self.client.fetch_kv_arrays(self.manifest, layout="pages_hnd", page_tokens=16)
@@ -545,6 +552,25 @@ class AsyncTest(unittest.TestCase):
                 await client.cancel("long")
                 with self.assertRaises(meshfill.CancelledError):
                     await task
+
+        with FakeServer() as server:
+            asyncio.run(run(server))
+
+    def test_a_fetch_whose_client_is_closed_between_two_calls_is_cancelled(self):
+        async def run(server):
+            client = meshfill.aio.Client(server.address)
+            manifest = (await client.prefill([1] * 100, keep_kv=True)).kv
+            server.faults = Faults(break_after_parts=[3])
+            closing = []
+
+            def delay(*_):
+                closing.append(asyncio.ensure_future(client.close()))
+                return 0.1
+
+            with mock.patch.object(FetchCursor, "retry_delay", delay):
+                with self.assertRaisesRegex(meshfill.CancelledError, "this client is closed"):
+                    await client.fetch_kv_arrays(manifest)
+            await closing[0]
 
         with FakeServer() as server:
             asyncio.run(run(server))
