@@ -95,7 +95,7 @@ class PrefillTest(ServerTest):
     def test_the_timeout_ends_a_prefill(self):
         server, client = self.pair(faults=Faults(layer_seconds=30))
         with self.assertRaises(meshfill.DeadlineExceededError):
-            client.prefill([1], timeout=0.3)
+            client.prefill([1], timeout=2)
         wait_until(lambda: server.cancelled)
 
     def test_an_exception_in_a_callback_cancels_the_prefill(self):

@@ -131,8 +131,12 @@ class FakeServer(prefill_pb2_grpc.PrefillServiceServicer):
         holder_runs: Optional[Tuple[int, int, int]] = None,
         leader: Optional["FakeServer"] = None,
         credentials: Optional[grpc.ServerCredentials] = None,
+        lease_grace_seconds: float = 0.0,
     ):
-        """holder_runs (first token, run, step) with leader: a holder, which gives the leader's KV of these runs."""
+        """holder_runs (first token, run, step) with leader: a holder, which gives the leader's KV of these runs.
+
+        lease_grace_seconds: a lease lives so much longer than it says, for tests whose process may stand still.
+        """
         self.source = source or SyntheticKv()
         self.faults = faults or Faults()
         self.calls: List[Tuple[str, object]] = []  # (method, request or header)
@@ -142,6 +146,7 @@ class FakeServer(prefill_pb2_grpc.PrefillServiceServicer):
         self._part_tokens = part_tokens
         self._token = token
         self._runs = holder_runs
+        self._lease_grace_seconds = lease_grace_seconds
         self.changed = leader.changed if leader else threading.Condition()
         self.leases: Dict[str, _Lease] = leader.leases if leader else {}  # guarded by changed
         self._live: Dict[str, threading.Event] = {}  # guarded by changed; set: cancelled
@@ -228,7 +233,7 @@ class FakeServer(prefill_pb2_grpc.PrefillServiceServicer):
                 context.abort(grpc.StatusCode.CANCELLED, "cancelled")
             done = True
             with self.changed:
-                lease.expires = time.monotonic() + (header.kv.lease_seconds or 30)
+                lease.expires = self._lapse(header.kv.lease_seconds or 30)
             yield pb.PrefillEvent(result=self._result(request_id, ids, lease if keep else None, header))
         finally:
             with self.changed:
@@ -378,12 +383,16 @@ class FakeServer(prefill_pb2_grpc.PrefillServiceServicer):
                 self.changed.wait(0.1)
         return lease.read(layer)
 
+    def _lapse(self, seconds: float) -> float:
+        """When a lease of so many seconds from now is over."""
+        return time.monotonic() + seconds + self._lease_grace_seconds
+
     def RenewKv(self, request, context):
         self._check(context, "RenewKv", request)
         with self.changed:
             lease = self._lease(context, request.lease)
             seconds = request.seconds or 30
-            lease.expires = max(lease.expires if lease.expires != float("inf") else 0, time.monotonic() + seconds)
+            lease.expires = max(lease.expires if lease.expires != float("inf") else 0, self._lapse(seconds))
         return pb.KvLease(lease=request.lease, expires_in_seconds=seconds)
 
     def ReleaseKv(self, request, context):

@@ -1,5 +1,6 @@
 """What several tests of this folder need."""
 
+import asyncio
 import time
 import unittest
 
@@ -26,6 +27,15 @@ def wait_until(condition, seconds: float = 10.0) -> None:
         if time.monotonic() > deadline:
             raise AssertionError("waited in vain")
         time.sleep(0.005)
+
+
+async def wait_until_async(condition, seconds: float = 10.0) -> None:
+    """The same, while other tasks run."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            raise AssertionError("waited in vain")
+        await asyncio.sleep(0.005)
 
 
 class ServerTest(unittest.TestCase):

@@ -15,7 +15,7 @@ import fake_server
 import meshfill
 import meshfill.aio
 from fake_server import FakeServer, Faults
-from fixtures import ServerTest, bits, expected, wait_until
+from fixtures import ServerTest, bits, expected, wait_until, wait_until_async
 from meshfill import kv as kv_module
 from meshfill.cursor import FetchCursor
 from meshfill.holders import holder_shares, token_runs
@@ -211,7 +211,7 @@ class FetchTest(ServerTest):
                 self.client.fetch_kv_arrays(self.manifest.lease, shape=wrong, attempts=2)
 
     def test_layers_come_while_later_ones_are_computed(self):
-        self.server.faults = Faults(layer_seconds=0.25)
+        self.server.faults = Faults(layer_seconds=1)
         shape = KvShape(100, 4, 4, DIM, "bf16")
         seen = []
 
@@ -270,13 +270,12 @@ class FetchTest(ServerTest):
 
 class LeaseTest(ServerTest):
     def test_a_lease_is_renewed_and_released(self):
-        server, client = self.pair()
+        server, client = self.pair(lease_grace_seconds=9)
         result = client.prefill([1] * 20, keep_kv=True, lease_seconds=1)
         with client.lease(result.kv, seconds=1) as lease:
-            time.sleep(1.6)
+            wait_until(lambda: server.count("RenewKv") >= 7, seconds=6)  # those that come late for a lease of a second take longer
             self.assertIsNone(lease.lost)
             client.fetch_kv_arrays(lease)
-        self.assertGreaterEqual(server.count("RenewKv"), 3)
         self.assertEqual(server.leases, {})
 
     def test_a_lapsed_lease_is_lost(self):
@@ -299,7 +298,7 @@ class TenantTest(ServerTest):
     """The fake server knows a lease and a request under the tenant of the prefill alone, as the real one does."""
 
     def test_the_tenant_of_a_prefill_is_that_of_its_lease(self):
-        server, client = self.pair(client={"tenant": "mine"})
+        server, client = self.pair(client={"tenant": "mine"}, lease_grace_seconds=9)
         theirs = client.prefill([1] * 50, tenant="theirs", keep_kv=True, lease_seconds=1).kv
         mine = client.prefill([1] * 60, keep_kv=True).kv
         nobodys = client.prefill([1] * 70, tenant="", keep_kv=True).kv
@@ -510,7 +509,9 @@ class AsyncTest(unittest.TestCase):
                     arrays = await client.fetch_kv_arrays(lease)
                     for layer in range(4):
                         np.testing.assert_array_equal(bits(arrays.k[layer]), expected(layer, range(200), range(4), DIM, False))
-                    await asyncio.sleep(1.3)
+                    before = server.count("RenewKv")
+                    # Those that come late for a lease of a second take longer.
+                    await wait_until_async(lambda: server.count("RenewKv") >= before + 7, seconds=6)
                     parts = [part async for part in client.fetch_kv(lease, first_layer=2, layers=1)]
                     self.assertEqual({part.layer for part in parts}, {2})
                     server.faults = Faults(cancel_after_parts=[3, 0])
@@ -524,14 +525,12 @@ class AsyncTest(unittest.TestCase):
                 self.assertEqual((await client.pool()).state, "ready")
                 server.faults = Faults(layer_seconds=30)
                 task = asyncio.ensure_future(client.prefill([1], request_id="long"))
-                while server.count("Prefill") < 2:
-                    await asyncio.sleep(0.01)
-                await asyncio.sleep(0.1)
+                await wait_until_async(lambda: "long" in server.live)
                 await client.cancel("long")
                 with self.assertRaises(meshfill.CancelledError):
                     await task
 
-        with FakeServer(part_tokens=60) as server:
+        with FakeServer(part_tokens=60, lease_grace_seconds=9) as server:
             asyncio.run(run(server))
 
     def test_the_tenant_of_a_prefill_is_that_of_its_lease(self):
