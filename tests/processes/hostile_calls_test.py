@@ -40,6 +40,10 @@ CALLS = 400  # at least
 Attack = collections.namedtuple("Attack", "name ends send")
 
 
+def p99(ascending):
+    return ascending[int(0.99 * len(ascending))]
+
+
 def number(field, value):
     return varint(field << 3) + varint(value)
 
@@ -281,6 +285,9 @@ class HostileCallsTest(CliTestCase):
         rng = random.Random(self.seed)
         before = resident_bytes(self.server.process.pid)
         end = self.watch_health()
+        time.sleep(2)
+        calm_p99 = p99(end())
+        end = self.watch_health()
         count = 0
         for attack in (*bad_prompts(rng), *bad_messages(rng), *bad_headers(rng), *broken_http2(rng)):
             connection = Connection(self.server.address)
@@ -306,12 +313,12 @@ class HostileCallsTest(CliTestCase):
                 self.assertEqual(self.ask_well(), self.expected)
             count += 1
         seconds = end()
-        p50, p99 = (seconds[int(part * len(seconds))] for part in (0.5, 0.99))
         grown = resident_bytes(self.server.process.pid) - before
         print(f"{count} hostile calls, the next good request served after each; health of {len(seconds)}: "
-              f"p50 {1e3 * p50:.1f} ms, p99 {1e3 * p99:.1f} ms; memory {grown / MIB:+.0f} MiB", file=sys.stderr)
+              f"p50 {1e3 * seconds[len(seconds) // 2]:.1f} ms, p99 {1e3 * p99(seconds):.1f} ms, before {1e3 * calm_p99:.1f} ms; "
+              f"memory {grown / MIB:+.0f} MiB", file=sys.stderr)
         self.assertGreaterEqual(count, CALLS)
-        self.assertLess(p99, HEALTH_P99_SECONDS * crowding())
+        self.assertLess(p99(seconds), max(HEALTH_P99_SECONDS, 3 * calm_p99) * crowding())
         self.assertLess(grown, 64 * MIB)
 
 
