@@ -7,13 +7,13 @@ import http.server
 import json
 import re
 import signal
-import socket
 import threading
 import time
 import unittest
 import urllib.request
 
 from cli_harness import TIMEOUT_SECONDS, CliTestCase, Server, run
+from pool_harness import lasting_port
 from raw_http2 import DATA, END_STREAM, Connection, frame, header_message, tokens_message
 
 TRACE_ID, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -192,9 +192,7 @@ class TraceTest(CliTestCase):
         self.assertIn("last", [attributes(span).get("meshfill.request_id") for span in collector.spans()])
 
     def test_a_dead_collector_costs_no_request_and_comes_back(self):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = lasting_port()
         server = self.serve(f"http://127.0.0.1:{port}/my/path")
         for number in range(5):
             self.ask(server, request_id=f"dead{number}")
