@@ -22,12 +22,12 @@
 #include "absl/time/clock.h"
 #include "kernels/monotonic_time.h"
 #include "meshfill/v1/prefill.grpc.pb.h"
-#include "server/access/file_watch.h"
 #include "server/api/front_end.h"
 #include "server/config/config.h"
-#include "server/observe/log.h"
 #include "server/observe/metrics.h"
 #include "tests/server/access/test_certificates.h"
+#include "tests/server/captured_log.h"
+#include "tests/server/eventually.h"
 #include "tests/server/fake_engine.h"
 
 namespace meshfill {
@@ -333,23 +333,21 @@ TEST_F(AccessTest, AChangedFileCountsAndABadOneDoesNot) {
     while (status_of(name) != code && MonotonicNow() < deadline) absl::SleepFor(absl::Milliseconds(10));
     return status_of(name) == code;
   };
-  FlushLog();
-  testing::internal::CaptureStderr();
+  const CapturedLog log;
   EXPECT_EQ(status_of("alice"), StatusCode::OK);
   files_.Write("credentials", Line("dora", "client", "d"));
   EXPECT_TRUE(eventually("dora", StatusCode::OK));
   EXPECT_EQ(status_of("alice"), StatusCode::UNAUTHENTICATED) << "taken out";
   files_.Write("credentials", Line("alice", "client", "a") + "nonsense\n");
-  absl::SleepFor(3 * FileWatch::kPeriod);
+  const std::string stay =
+      absl::StrCat("callers stay as they were: ", files_.Path("credentials"), ":2: 1 words");
+  EXPECT_TRUE(Eventually([&] { return log.CountOf(stay) > 0; })) << log.Text();
   EXPECT_EQ(status_of("dora"), StatusCode::OK);
   EXPECT_EQ(status_of("alice"), StatusCode::UNAUTHENTICATED);
   files_.Write("credentials", Line("alice", "client", "a"));
   EXPECT_TRUE(eventually("alice", StatusCode::OK));
   front_end_.reset();
-  FlushLog();
-  const std::string log = testing::internal::GetCapturedStderr();
-  EXPECT_THAT(log, HasSubstr("callers are now those in "));
-  EXPECT_THAT(log, HasSubstr("callers stay as they were: " + files_.Path("credentials") + ":2: 1 words"));
+  EXPECT_THAT(log.Text(), HasSubstr("callers are now those in "));
 }
 
 TEST_F(AccessTest, MistakesAreToldAtStart) {

@@ -10,15 +10,15 @@
 #include <string>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "grpcpp/generic/generic_stub.h"
 #include "grpcpp/grpcpp.h"
 #include "meshfill/v1/prefill.grpc.pb.h"
-#include "server/access/file_watch.h"
 #include "server/config/config.h"
-#include "server/observe/log.h"
 #include "server/pool/holder_call.h"
 #include "tests/server/access/test_certificates.h"
+#include "tests/server/captured_log.h"
 #include "tests/server/eventually.h"
 
 namespace meshfill {
@@ -183,21 +183,19 @@ TEST(HolderService, ARenewedTokenCountsAndABadOneDoesNot) {
   api.set_token(files.Write("token", "old"));
   auto channels = HolderChannels::Make(api);
   ASSERT_TRUE(channels.ok()) << channels.status();
-  FlushLog();
-  testing::internal::CaptureStderr();
+  const CapturedLog log;
   EXPECT_TRUE(absl::IsUnauthenticated(Fetch(**channels, address)));
   files.Write("token", "abc\n");
   EXPECT_TRUE(Eventually([&] { return absl::IsNotFound(Fetch(**channels, address, "b")); }));
   files.Write("token", "two words\n");
-  absl::SleepFor(3 * FileWatch::kPeriod);
+  const std::string stay =
+      absl::StrCat("connections to workers stay as they were: api.token: ", api.token(), " has");
+  EXPECT_TRUE(Eventually([&] { return log.CountOf(stay) > 0; })) << log.Text();
   EXPECT_TRUE(absl::IsNotFound(Fetch(**channels, address, "b"))) << "the token stays as it was";
   files.Write("token", "test\n");
   EXPECT_TRUE(Eventually([&] { return absl::IsPermissionDenied(Fetch(**channels, address, "b")); }));
   channels->reset();
-  FlushLog();
-  const std::string log = testing::internal::GetCapturedStderr();
-  EXPECT_THAT(log, HasSubstr("connections to workers take the new certificates and the new token"));
-  EXPECT_THAT(log, HasSubstr("connections to workers stay as they were: api.token: " + api.token() + " has"));
+  EXPECT_THAT(log.Text(), HasSubstr("connections to workers take the new certificates and the new token"));
 }
 
 // It may wait for another worker's part, and keeps its lease alive then.
