@@ -442,6 +442,7 @@ TEST(HeadExchange, AFailedMemberEndsItsGroup) {
 TEST(HeadExchange, AMemberThatIsLostBetweenSlicesIsNamed) {
   const auto layout = TokenLayout::Make(LayoutKind::kStriped, 4, 80, 4);
   for (const bool fails : {false, true}) {
+    const absl::Duration wait_timeout = fails ? absl::Seconds(20) : absl::Milliseconds(200);
     Case c = MakeCase(*layout, 2, 2, 2, DType::kF32);
     c.plan.exchange_tokens = 4;  // five slices
     auto communicators = MakeInProcessCommunicators(4);
@@ -452,7 +453,7 @@ TEST(HeadExchange, AMemberThatIsLostBetweenSlicesIsNamed) {
       threads.emplace_back([&, member] {
         const int rank = 2 + member;
         const LoneStream stream = ReferenceStream(DType::kF32);
-        HeadExchange exchange(c.plan, c.model, rank, *stream, *communicators[rank], absl::Milliseconds(200),
+        HeadExchange exchange(c.plan, c.model, rank, *stream, *communicators[rank], wait_timeout,
                               stats[member]);
         const auto run = [&]() -> absl::Status {
           absl::StatusOr<LayerChunks> chunks = ToHeads(c, rank, *stream, exchange);

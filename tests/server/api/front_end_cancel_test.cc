@@ -61,7 +61,8 @@ TEST_F(FrontEndTest, DisconnectStopsWhatRuns) {
 TEST_F(FrontEndTest, DeadlineStopsWhatRuns) {
   StartServer();
   engine_->Hold();
-  Call call(*stub_, absl::Milliseconds(200));
+  GetPool();  // connects
+  Call call(*stub_, absl::Seconds(2));
   call.Send(Header(3)).Send({1, 2, 3}).HalfClose();
   ASSERT_TRUE(engine_->WaitForBegun(1));
   EXPECT_TRUE(engine_->WaitForStopped(1));

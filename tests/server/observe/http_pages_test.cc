@@ -186,7 +186,7 @@ TEST(HttpPagesTest, SlowClientsHoldUpNobody) {
     dripping.Send("x");
     const absl::Time begin = MonotonicNow();
     EXPECT_EQ(HttpBody(HttpGet(address, "/count")), std::to_string(i));
-    EXPECT_LT(MonotonicNow() - begin, absl::Seconds(1));
+    EXPECT_LT(MonotonicNow() - begin, absl::Seconds(5)) << "it waited for their ends, after 10 s";
   }
 }
 
