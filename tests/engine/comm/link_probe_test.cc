@@ -2,9 +2,11 @@
 #include "engine/comm/link_probe.h"
 
 #include <chrono>
+#include <string>
 #include <thread>
 #include <utility>
 
+#include "absl/strings/str_cat.h"
 #include "engine/comm/in_process.h"
 #include "kernels/monotonic_time.h"
 #include "tests/engine/comm/gloo/gloo_ranks.h"
@@ -90,21 +92,33 @@ TEST(LinkProbeTest, KnowsAPairing) {
   EXPECT_FALSE(IsPairing({{-1, 1, 2}}, 3));
 }
 
+bool IsAbout(const Link& found, const Link& link) {
+  return found.bytes_per_second > 0.5 * link.bytes_per_second &&
+         found.bytes_per_second < 1.1 * link.bytes_per_second &&
+         found.latency_seconds > 0.9 * link.latency_seconds &&
+         found.latency_seconds < 10 * link.latency_seconds;
+}
+
 TEST(LinkProbeTest, FindsTheLinkThatThereIs) {
   for (const Link& link : {Link{.latency_seconds = 2e-3, .bytes_per_second = 10e6},
                            Link{.latency_seconds = 5e-4, .bytes_per_second = 200e6}}) {
-    const Measured measured = MeasureWith({{2, 1, 0}}, MakeInProcessCommunicators(3), link);
-    for (int rank : {0, 2}) {
-      ASSERT_TRUE(measured.links[rank].ok()) << measured.links[rank].status();
-      const Link found = **measured.links[rank];
-      EXPECT_GT(found.bytes_per_second, 0.5 * link.bytes_per_second);
-      EXPECT_LT(found.bytes_per_second, 1.1 * link.bytes_per_second);
-      EXPECT_GT(found.latency_seconds, 0.9 * link.latency_seconds);
-      EXPECT_LT(found.latency_seconds, 10 * link.latency_seconds);
+    bool is_found = false;  // in an attempt in which the machine did not stand still
+    std::string tried;
+    for (int attempt = 0; attempt < 5 && !is_found; ++attempt) {
+      const Measured measured = MeasureWith({{2, 1, 0}}, MakeInProcessCommunicators(3), link);
+      is_found = true;
+      for (int rank : {0, 2}) {
+        ASSERT_TRUE(measured.links[rank].ok()) << measured.links[rank].status();
+        const Link found = **measured.links[rank];
+        is_found = is_found && IsAbout(found, link);
+        absl::StrAppend(&tried, " ", found.latency_seconds, " s and ", found.bytes_per_second, " B/s,");
+      }
+      EXPECT_EQ(*measured.links[0], *measured.links[2]) << "both ends know the same";
+      EXPECT_EQ(*measured.links[1], std::nullopt);
+      EXPECT_EQ(measured.moved_bytes[1], 0u) << "who sits out sends nothing";
     }
-    EXPECT_EQ(*measured.links[0], *measured.links[2]) << "both ends know the same";
-    EXPECT_EQ(*measured.links[1], std::nullopt);
-    EXPECT_EQ(measured.moved_bytes[1], 0u) << "who sits out sends nothing";
+    EXPECT_TRUE(is_found) << link.latency_seconds << " s and " << link.bytes_per_second
+                          << " B/s, found:" << tried;
   }
 }
 

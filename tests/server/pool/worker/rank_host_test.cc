@@ -670,24 +670,31 @@ TEST_F(RankHostTest, PausesAreNoSecondsOfTheRanks) {
   HostListener listener;
   const auto host = Load(listener);
   ASSERT_NE(host, nullptr);
-  host->Prepare(Part());
-  const uint64_t paused = run_;
-  const std::vector<std::string> addresses = listener.Addresses(paused);
-  host->Pause(paused, 0);
-  host->Start(paused, addresses, {});
-  const absl::Time begin = MonotonicNow();
-  while (MonotonicNow() < begin + absl::Milliseconds(400)) {
+  // Seconds that were not since the resume, of an attempt in which the machine did not stand still.
+  constexpr double kMost = 0.2;
+  double beyond = kMost;
+  for (int attempt = 0; attempt < 5 && beyond >= kMost; ++attempt) {
     host->Prepare(Part());
-    RunWell(*host, listener, run_);
+    const uint64_t paused = run_;
+    const std::vector<std::string> addresses = listener.Addresses(paused);
+    host->Pause(paused, 0);
+    host->Start(paused, addresses, {});
+    const absl::Time begin = MonotonicNow();
+    while (MonotonicNow() < begin + absl::Milliseconds(400)) {
+      host->Prepare(Part());
+      RunWell(*host, listener, run_);
+    }
+    const absl::Time resumed = MonotonicNow();
+    host->Resume(paused);
+    beyond = 0;
+    for (const auto& output : listener.Outputs(paused, kRanks)) {
+      ASSERT_TRUE(output.ok()) << output.status();
+      const double since = absl::ToDoubleSeconds(MonotonicNow() - resumed);
+      beyond = std::max(beyond, output->stats.total_seconds - since);
+    }
+    host->Release(paused);
   }
-  const absl::Time resumed = MonotonicNow();
-  host->Resume(paused);
-  for (const auto& output : listener.Outputs(paused, kRanks)) {
-    ASSERT_TRUE(output.ok()) << output.status();
-    const double since = absl::ToDoubleSeconds(MonotonicNow() - resumed);
-    EXPECT_LT(output->stats.total_seconds, since + 0.2);
-  }
-  host->Release(paused);
+  EXPECT_LT(beyond, kMost);
 }
 
 TEST_F(RankHostTest, EndsWithARunUnderWay) {
