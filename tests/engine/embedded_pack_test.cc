@@ -92,6 +92,26 @@ class Watcher : public PrefillObserver {
   int layers_ = 0;
 };
 
+// Holds a pass in its first layer until it is let go, for 20 s at most.
+class HoldingObserver final : public PrefillObserver {
+ public:
+  void OnLayerDone(int, int) override {
+    MutexLock lock(mu_);
+    const absl::Time deadline = MonotonicNow() + absl::Seconds(20);
+    while (!let_go_ && MonotonicNow() < deadline) changed_.WaitUntil(mu_, deadline);
+  }
+  void LetGo() {
+    const MutexLock lock(mu_);
+    let_go_ = true;
+    changed_.NotifyAll();
+  }
+
+ private:
+  Mutex mu_;
+  CondVar changed_;
+  bool let_go_ ABSL_GUARDED_BY(mu_) = false;
+};
+
 // Prompts with all that a pass of them needs.
 struct Backlog {
   std::vector<std::vector<uint32_t>> prompts;
@@ -312,12 +332,15 @@ TEST_F(EmbeddedPackTest, StopEndsOneAndTheOthersComputeOn) {
   ASSERT_NE(engine, nullptr);
   Backlog backlog({RandomPrompt(700, random_), RandomPrompt(700, random_), RandomPrompt(100, random_)},
                   *engine);
+  HoldingObserver holding;
+  backlog.observers[0] = &holding;  // else the pass may be over before it is paused
   auto prefills = engine->StartPack(backlog.requests, backlog.observers);
   ASSERT_TRUE(prefills.ok()) << prefills.status();
   (*prefills)[0]->Pause();  // all of them
   (*prefills)[1]->Stop();
   EXPECT_EQ((*prefills)[1]->Wait().status().code(), absl::StatusCode::kCancelled)
       << "while the pass stands still";
+  holding.LetGo();  // the end of a prefill waits for its pass's observers
   (*prefills)[1].reset();
   backlog.watchers[1].reset();  // nobody calls it any more
   const absl::Time paused_at = MonotonicNow();

@@ -39,11 +39,18 @@ class Collector {
     thread_ = std::thread([this] { Run(); });
   }
   ~Collector() {
+    Hold(false);
     shutdown(listener_, SHUT_RDWR);
     thread_.join();
     close(listener_);
   }
   std::string url() const { return absl::StrCat("http://127.0.0.1:", port_); }
+  // No post is answered while it is held.
+  void Hold(bool held) {
+    const std::lock_guard<std::mutex> lock(mu_);
+    held_ = held;
+    changed_.notify_all();
+  }
   // All lines of the first post's head, each with its end.
   std::string FirstHead() {
     const std::lock_guard<std::mutex> lock(mu_);
@@ -73,12 +80,13 @@ class Collector {
       if (text.size() < whole) continue;
       int status = 0;
       {
-        const std::lock_guard<std::mutex> lock(mu_);
+        std::unique_lock<std::mutex> lock(mu_);
         status = statuses_.front();
         if (statuses_.size() > 1) statuses_.pop_front();
         if (posts_.empty()) first_head_ = text.substr(0, head + 2);
         posts_.push_back(absl::StrCat(text.substr(0, text.find("\r\n")), "\n", text.substr(head + 4)));
         changed_.notify_all();
+        changed_.wait(lock, [&] { return !held_; });
       }
       const std::string answer =
           absl::StrCat("HTTP/1.1 ", status, " X\r\nContent-Length: 0\r\nConnection: close\r\n\r\n");
@@ -91,6 +99,7 @@ class Collector {
   std::mutex mu_;
   std::condition_variable changed_;
   std::deque<int> statuses_;
+  bool held_ = false;
   std::string first_head_;
   std::vector<std::string> posts_;
   std::thread thread_;
@@ -257,22 +266,28 @@ TEST(SpanExporterTest, WithoutACollectorSpansAreBoundedAndAFlushGivesUp) {
 }
 
 TEST(SpanExporterTest, LongTextsAreBoundedByTheirBytes) {
-  Collector collector({400, 200});
-  const auto exporter = Exporter(collector.url());
+  Collector collector({200, 400, 200});
+  const auto exporter = Exporter(collector.url(), absl::Minutes(1));
   const auto with_text = [](size_t bytes) {
     std::vector<TraceSpan> spans = Spans(1);
     spans.front().attributes = {{"meshfill.request_id", std::string(bytes, 'x')}};
     return spans;
   };
-  for (int round = 0; round < 2; ++round) {  // bytes that were sent or dropped leave room
+  for (size_t round = 0; round < 2; ++round) {
+    collector.Hold(true);
+    exporter->Export(Spans(SpanExporter::kBatchSpans));  // go at once: what comes next stays in the queue
+    ASSERT_EQ(collector.Posts(3 * round + 1).size(), 3 * round + 1);
     exporter->Export(with_text(SpanExporter::kMaxBytes / 2));
     const uint64_t dropped = exporter->counts().dropped;
     exporter->Export(with_text(SpanExporter::kMaxBytes / 2));
     EXPECT_EQ(exporter->counts().dropped, dropped + 1) << round;
     exporter->Export(with_text(SpanExporter::kMaxBytes / 4));
+    collector.Hold(false);
+    FlushInTime(*exporter);
+    exporter->Export(with_text(SpanExporter::kMaxBytes / 2));  // what was sent or dropped has left room
     FlushInTime(*exporter);
   }
-  EXPECT_EQ(exporter->counts().exported, 2u);
+  EXPECT_EQ(exporter->counts().exported, 2 * SpanExporter::kBatchSpans + 1 + 3);
   EXPECT_EQ(exporter->counts().dropped, 4u);
 }
 

@@ -43,11 +43,11 @@ TEST_F(PoolSubmeshesTest, HasTheBitsThatItHasAlone) {
   }
   for (int round = 0; round < 5; ++round) {
     std::vector<std::unique_ptr<meshfill::Prefill>> started;
-    for (const auto& prompt : prompts) started.push_back(Start(prompt, 4));
-    auto on_all = Start(prompts[0], 1);
-    for (auto& each : started) {
-      if (paused) each->Pause();
+    for (const auto& prompt : prompts) {
+      started.push_back(Start(prompt, 4));
+      if (paused) started.back()->Pause();  // before it ends: the next finds its worker taken
     }
+    auto on_all = Start(prompts[0], 1);
     ASSERT_TRUE(on_all->Wait().ok());
     for (auto& each : started) each->Resume();
     std::set<int> first_ranks;
@@ -60,7 +60,9 @@ TEST_F(PoolSubmeshesTest, HasTheBitsThatItHasAlone) {
       if (result->plan.ranks() != alone[i].plan.ranks()) continue;  // on the worker of two ranks, or not
       EXPECT_EQ(result->logits, alone[i].logits) << i;
     }
-    EXPECT_GT(first_ranks.size(), 1u) << "they are on several workers";
+    if (paused) {
+      EXPECT_GT(first_ranks.size(), 1u) << "they are on several workers";
+    }
   }
 }
 
