@@ -106,7 +106,7 @@ class PrefillQueuePacksTest : public PrefillQueueFixture {
 };
 
 TEST_F(PrefillQueuePacksTest, ABacklogOfShortPromptsBeginsAsOnePack) {
-  MakeQueue();
+  MakeQueue({}, [now = MonotonicNow()] { return now; });
   Sent blocker = Block();
   std::vector<Sent> sent;
   for (uint32_t id = 1; id <= 5; ++id) sent.push_back(Send(ShortRequest(id)));

@@ -171,8 +171,8 @@ TEST_F(PrefillQueueTest, AnAnnouncementHoldsNoTokensThatHaveNotCome) {
 TEST_F(PrefillQueueTest, ASlowUploadGivesItsPlaceToOthersInAFullQueue) {
   MakeQueue({.max_requests = 2});
   constexpr int64_t kTokens = 1 << 20;
-  auto silent = Reserve({.id = "silent", .tokens = kTokens});
   const absl::Time begin = MonotonicNow();
+  auto silent = Reserve({.id = "silent", .tokens = kTokens});
   auto fast = Reserve({.id = "fast", .tokens = kTokens});
   ASSERT_TRUE(fast->Pay(kTokens / 2).ok());
   std::unique_ptr<PrefillQueue::Slot> comes;
@@ -492,7 +492,7 @@ class PrefillQueuePreemptionTest : public PrefillQueueFixture {
 };
 
 TEST_F(PrefillQueuePreemptionTest, ALongOneGivesWayAndGoesOn) {
-  MakeQueue();
+  MakeQueue({}, [now = MonotonicNow()] { return now; });
   engine_.Hold(0);
   const Sent long_one = Send(1, 50, 100);
   ASSERT_TRUE(engine_.WaitForBegun(1));
