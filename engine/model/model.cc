@@ -29,13 +29,14 @@ class EmbeddingTable {
       : file_(weight.entry->file), bytes_(weight.entry->tensor.bytes), dtype_(weight.dtype), width_(width) {}
 
   absl::Status PlaceOn(Device& device) {
-    const std::unique_ptr<std::byte[]> table(new (std::nothrow) std::byte[bytes_.size()]);
-    if (table == nullptr) {
-      return absl::ResourceExhaustedError(
-          absl::StrCat("no memory for the embedding table on its way to the device (", bytes_.size(), " bytes)"));
+    table_.reset(new (std::nothrow) std::byte[bytes_.size()]);
+    if (table_ == nullptr) {
+      return absl::ResourceExhaustedError(absl::StrCat(
+          "no memory for the embedding table on its way to the device (", bytes_.size(), " bytes)"));
     }
-    RETURN_IF_ERROR(file_->Read(bytes_, PageCache::kFill, table.get()));
-    ASSIGN_OR_RETURN(placed_, device.Place(table.get(), bytes_.size()));
+    RETURN_IF_ERROR(file_->Read(bytes_, PageCache::kFill, table_.get()));
+    ASSIGN_OR_RETURN(placed_, device.Place(table_.get(), bytes_.size()));
+    if (placed_->data() != table_.get()) table_.reset();
     return absl::OkStatus();
   }
 
@@ -67,6 +68,8 @@ class EmbeddingTable {
   std::span<const std::byte> bytes_;  // the tensor's bytes in the mapping
   DType dtype_;
   int64_t width_;
+  std::unique_ptr<std::byte[]>
+      table_;         // what the device reads where it is; null: it has a copy, or reads none
   BufferRef placed_;  // null: rows are read from the file
 };
 

@@ -107,7 +107,8 @@ absl::StatusOr<std::string> ReadJsonText(const std::string& path) {
   // A FIFO would wait for a writer: without one it opens at once, and is refused below.
   const int descriptor = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
   if (descriptor < 0) {
-    absl::Status failed = absl::ErrnoToStatus(errno, absl::StrCat(path, ": cannot be opened; check the path"));
+    absl::Status failed =
+        absl::ErrnoToStatus(errno, absl::StrCat(path, ": cannot be opened; check the path"));
     const bool told = absl::IsNotFound(failed) || absl::IsResourceExhausted(failed);
     return told ? failed : absl::InvalidArgumentError(failed.message());
   }

@@ -50,9 +50,9 @@ absl::StatusOr<std::vector<PaperCell>> ReadPaperTable(const std::string& path) {
     }
     PaperCell cell;
     if (!ParseCell(std::string(text), cell)) {
-      return absl::InvalidArgumentError(
-          absl::StrCat(path, ":", number, ": \"", text, "\" is no cell; write e.g. Y,262144,32,13.6,35.4, ",
-                       "with fewer than 2^31 tokens, at most ", kMaxGpus, " GPUs, and figures from 1e-9 to 1e9"));
+      return absl::InvalidArgumentError(absl::StrCat(
+          path, ":", number, ": \"", text, "\" is no cell; write e.g. Y,262144,32,13.6,35.4, ",
+          "with fewer than 2^31 tokens, at most ", kMaxGpus, " GPUs, and figures from 1e-9 to 1e9"));
     }
     cells.push_back(cell);
   }

@@ -8,6 +8,7 @@
 #define MESHFILL_SERVER_POOL_ENDED_EPOCHS_H_
 
 #include <cstdint>
+#include <string>
 #include <vector>
 
 namespace meshfill {
@@ -24,6 +25,7 @@ struct PromptPlace {
 struct EpochEnd {
   PromptPlace place;
   bool alone = false;  // no other run may have caused it
+  std::string why;     // what ended it
 };
 
 class EndedEpochs {

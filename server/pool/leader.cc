@@ -395,9 +395,11 @@ void Leader::EndEpoch(RunId number, const std::string& why, bool lost_workers, a
   const bool stops = run.phase() == RunCoordinator::Phase::kStopping;
   LiveRequest* request = live_.Find(ticket);
   std::optional<EpochEnd> end = stops ? std::exchange(doubtful, std::nullopt) : EndOf(run, now);
-  // A prompt does not keep its ranks from connecting. Peers may tell of a worker before its loss shows.
+  if (end.has_value()) end->why = why;
+  // A prompt does not keep its ranks from connecting. One may tell of a failure before the loss of a worker
+  // shows, and before the others have said that they compute.
   if (!lost_workers && !run.HasComputed()) doubtful = std::exchange(end, std::nullopt);
-  const std::string poisonous = request != nullptr && end.has_value() ? Blame(*request, *end, why) : "";
+  const std::string poisonous = request != nullptr && end.has_value() ? Blame(*request, *end) : "";
   if (!stops) {
     members_.EndEpoch();
     actions_.Log(absl::StrCat("epoch ", run.epoch(), " ended in run ", number, ": ", LogQuote(why)),
@@ -425,7 +427,7 @@ std::optional<EpochEnd> Leader::EndOf(const RunCoordinator& run, absl::Time now)
   return EpochEnd{.place = run.PlaceOfEnd(now, options_.silence_timeout), .alone = alone};
 }
 
-std::string Leader::Blame(LiveRequest& request, const EpochEnd& end, const std::string& why) {
+std::string Leader::Blame(LiveRequest& request, const EpochEnd& end) {
   if (!end.alone) {
     request.ended.Suspect(end.place);
     return "";
@@ -435,7 +437,7 @@ std::string Leader::Blame(LiveRequest& request, const EpochEnd& end, const std::
   return absl::StrCat("request ", request.request.id,
                       " ended 2 epochs of the pool at the same place of its prompt and is refused as "
                       "poisonous; the last one: ",
-                      why);
+                      end.why);
 }
 
 void Leader::Forget(RunId run) {
@@ -451,8 +453,14 @@ void Leader::LookForRoomAgain() {
 void Leader::ForgetStoppedRuns() {
   for (auto next = live_.runs.begin(); next != live_.runs.end();) {
     const auto run = next++;
-    if (!run->second.coordinator.stopped()) continue;
-    if (LiveRequest* request = live_.Find(run->second.ticket)) request->run = 0;
+    const auto& [ticket, coordinator, doubtful] = run->second;
+    if (!coordinator.stopped()) continue;
+    if (LiveRequest* request = live_.Find(ticket)) {
+      request->run = 0;
+      const bool computed = doubtful.has_value() && coordinator.HasComputed();
+      const std::string poisonous = computed ? Blame(*request, *doubtful) : "";
+      if (!poisonous.empty()) AnswerRequest(ticket, absl::InternalError(poisonous));
+    }
     Forget(run->first);
   }
   members_.ReleaseDrained([this](Connection connection) {

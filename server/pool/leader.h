@@ -34,8 +34,8 @@
 //  - A request whose runs ended two epochs at the same place of its prompt is refused as poisonous
 //    (ended_epochs.h). A run is blamed for an epoch's end only where it may have computed within
 //    silence_timeout of it. If another run may have, too, on a worker of its own, each is a suspect from
-//    then on, until one of them is refused. None is where no worker is lost and a rank of the run has not said
-//    that it computed: a worker that cannot be reached is not the prompt's fault. One that was lost in
+//    then on, until one of them is refused. None is where no worker is lost and a rank of the run has not
+//    said that it computed: a worker that cannot be reached is not the prompt's fault. One that was lost in
 //    six runs that may have computed is refused with UNAVAILABLE.
 //  - A worker that drains stays while it holds K and V under a live lease, or of a prompt in pieces.
 #ifndef MESHFILL_SERVER_POOL_LEADER_H_
@@ -200,7 +200,7 @@ class Leader {
   // What an end of the run says of its prompt; nothing: it did not compute.
   std::optional<EpochEnd> EndOf(const RunCoordinator& run, absl::Time now) const;
   // An epoch has ended in the request's run; why it is poisonous, or empty.
-  std::string Blame(LiveRequest& request, const EpochEnd& end, const std::string& why);
+  std::string Blame(LiveRequest& request, const EpochEnd& end);
   void NoteWhoHasWorkers(absl::Time now);  // or needs none yet
   void RefuseOverdue(absl::Time now);      // requests that have waited for a worker for empty_timeout
   void AnswerRequest(Ticket ticket, absl::StatusOr<Result> result);

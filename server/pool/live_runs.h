@@ -53,7 +53,8 @@ struct LiveRequest {
 struct LiveRun {
   LeaderActions::Ticket ticket;  // the run's request, which may be answered already
   RunCoordinator coordinator;
-  // Its end, where a rank has not computed yet: the prompt's, if a worker proves to be lost in it.
+  // Its end, where a rank had not said that it computed: the prompt's, if all do until they have stopped, or
+  // if a worker proves to be lost in it.
   std::optional<EpochEnd> doubtful = std::nullopt;
 };
 

@@ -196,20 +196,21 @@ void RunCoordinator::SendRun(absl::Time now) {
 
 RunCoordinator::Outcome RunCoordinator::OnProgress(Connection worker, const v1::WorkerProgress& message,
                                                    absl::Time now) {
-  if (phase_ != Phase::kRunning) return {};
   for (const v1::WorkerProgress::Rank& rank : message.ranks()) {
     if (rank.rank() >= seats_.size() || seats_[rank.rank()].worker != worker) continue;
     Seat& seat = seats_[rank.rank()];
+    seat.has_computed |= rank.has_computed();
+    if (phase_ != Phase::kRunning) continue;
     if (rank.operations() > seat.operations) {
       seat.operations = rank.operations();
       seat.moved_at = now;
     }
     seat.computing = rank.computing();
-    seat.has_computed |= rank.has_computed();
     seat.heard = Computed(now);
     seat.layers_done =
         std::max(seat.layers_done, std::min(static_cast<int>(rank.layers_done()), options_.layers));
   }
+  if (phase_ != Phase::kRunning) return {};
   const auto last = std::min_element(seats_.begin(), seats_.end(), [](const Seat& a, const Seat& b) {
     return a.layers_done < b.layers_done;
   });

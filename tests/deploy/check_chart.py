@@ -137,7 +137,7 @@ MISTAKES = (  # (file, what is there, what is planted)
     ("templates/front-end.yaml", "containerPort: 9464", "containerPort: 9465"),
     ("templates/front-end.yaml", 'name: "{{ .Release.Name }}-front-end"', "name: front-end"),
     ("templates/network-policies.yaml", "openshift-dns", "openshift"),
-    ("templates/model.yaml", "ttlSecondsAfterFinished: 86400", "ttlSecondsAfterFinished: 600"),
+    ("templates/model.yaml", "ttlSecondsAfterFinished: 3600", "ttlSecondsAfterFinished: 600"),
     ("templates/monitoring.yaml", "grafana_dashboard", "dashboard"),
     ("templates/configs.yaml", "files/worker.yaml", "files/front-end.yaml"),
     ("values.yaml", "replicas: 4", "replicas: 3"),

@@ -89,8 +89,8 @@ HolderService::~HolderService() = default;
 absl::StatusOr<std::unique_ptr<HolderService>> HolderService::Start(const std::string& listen,
                                                                     const v1::Config& config,
                                                                     KvSource& held) {
-  // Who reads from several holders takes their parts in the order of tokens: one may wait long for the others,
-  // and its lease is kept alive meanwhile.
+  // Who reads from several holders takes their parts in the order of tokens: one may wait long for the
+  // others, and its lease is kept alive meanwhile.
   const absl::Duration result_timeout = ToDuration(config.limits().result_timeout());
   auto service = std::make_unique<Service>(
       held, KvStreams::Limits{.max_message_bytes = static_cast<int64_t>(config.limits().max_message_bytes()),

@@ -172,7 +172,11 @@ class WorkerProcess::Impl final : private ControlClient::Listener, private RankH
   };
 
   void OnMessage(ControlClient::Connection connection, const v1::LeaderMessage& message) override {
-    Handle([&](WorkerMachine& machine) { machine.OnMessage(connection, message, MonotonicNow()); });
+    Handle([&](WorkerMachine& machine) {
+      // Whether its ranks computed tells the leader whether a prompt may be to blame.
+      if (message.has_abort()) machine.SendProgress(host_->progress());
+      machine.OnMessage(connection, message, MonotonicNow());
+    });
   }
   void OnDisconnected(ControlClient::Connection connection, const absl::Status& why) override {
     Handle([&](WorkerMachine& machine) { machine.OnDisconnected(connection, why, MonotonicNow()); });
@@ -184,7 +188,7 @@ class WorkerProcess::Impl final : private ControlClient::Listener, private RankH
     Handle([&](WorkerMachine& machine) {
       // The leader hears of a lost device once: by the end of this process.
       if (host_->lost()) return;
-      // It blames a prompt for a failure only once its ranks have done something.
+      // It blames a prompt for a failure only once its ranks have computed.
       if (!output.ok()) machine.SendProgress(host_->progress());
       machine.OnRankDone(run, rank, std::move(output));
     });

@@ -60,7 +60,7 @@ class PausesLeaderTest : public LeaderFixture {
       const uint64_t run = leader_.run_of(first_);
       for (const Leader::Connection worker : {1, 2}) Paused(worker, run, 1, 5);
       run_ = run;
-      SayOperations(1, 5);
+      for (const uint32_t rank : {0u, 1u}) SayOperations(rank + 1, 5, rank, /*has_computed=*/true);
       Pass(absl::Seconds(2), {1, 2});
       for (const Leader::Connection worker : {1, 2}) {
         if (stands) Paused(worker, run, 1, 0, /*still=*/true);

@@ -167,9 +167,7 @@ bool PoolSimulation::IsMember(const Node& node) {
   return link.open_at_leader && link.leader_incarnation == leader_incarnation_;
 }
 
-void PoolSimulation::TickNode(int index, int incarnation) {
-  Node& node = nodes_[index];
-  if (node.machine == nullptr || node.incarnation != incarnation) return;
+WorkerMachine::ProgressOfRuns PoolSimulation::ProgressOf(const Node& node) {
   WorkerMachine::ProgressOfRuns progress;
   for (const auto& [run, host] : node.hosts) {
     for (const HostRank& rank : host.ranks) {
@@ -181,8 +179,14 @@ void PoolSimulation::TickNode(int index, int incarnation) {
                                .has_computed = rank.operations > 0 || rank.computing});
     }
   }
+  return progress;
+}
+
+void PoolSimulation::TickNode(int index, int incarnation) {
+  Node& node = nodes_[index];
+  if (node.machine == nullptr || node.incarnation != incarnation) return;
   node.kv->EndLapsed();
-  node.machine->OnTick(now_, progress);
+  node.machine->OnTick(now_, ProgressOf(node));
   DoNodeActions(index);
   After(kTick, index, [this, index, incarnation] { TickNode(index, incarnation); });
 }

@@ -232,6 +232,7 @@ class PoolSimulation {
   void TickLeader(int incarnation);
   void CheckHungRanksAreLost();
   bool IsMember(const Node& node);
+  static WorkerMachine::ProgressOfRuns ProgressOf(const Node& node);
   void TickNode(int node, int incarnation);
   void DoLeaderActions();
   void DoNodeActions(int node);
