@@ -68,9 +68,8 @@ class EmbeddingTable {
   std::span<const std::byte> bytes_;  // the tensor's bytes in the mapping
   DType dtype_;
   int64_t width_;
-  std::unique_ptr<std::byte[]>
-      table_;         // what the device reads where it is; null: it has a copy, or reads none
-  BufferRef placed_;  // null: rows are read from the file
+  std::unique_ptr<std::byte[]> table_;  // that the device reads where it is; null: it has a copy, or none
+  BufferRef placed_;                    // null: rows are read from the file
 };
 
 namespace {

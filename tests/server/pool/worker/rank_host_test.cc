@@ -33,6 +33,17 @@ class RankHostTest : public RankHostFixture {
     options_.threads = 2;
     options_.memory_bytes = 1 << 28;
   }
+  // A run of both hosts' ranks; returns the addresses of all of them.
+  std::vector<std::string> PrepareOnBoth(RankHost& first, HostListener& one, RankHost& second,
+                                         HostListener& two) {
+    first.Prepare(Part(2 * kRanks));
+    WorkerMachine::RunPart rest = Part(2 * kRanks, kRanks);
+    rest.number = --run_;
+    second.Prepare(std::move(rest));
+    std::vector<std::string> addresses = one.Addresses(run_);
+    for (std::string& address : two.Addresses(run_)) addresses.push_back(std::move(address));
+    return addresses;
+  }
   std::unique_ptr<RankHost> Load(HostListener& listener) {
     auto host = RankHost::Load(options_, listener);
     EXPECT_TRUE(host.ok()) << host.status();
@@ -82,12 +93,7 @@ TEST_F(RankHostTest, TwoHostsComputeWhatOneProcessComputes) {
   HostListener one, two;
   const auto first = Load(one), second = Load(two);
   ASSERT_TRUE(first != nullptr && second != nullptr);
-  first->Prepare(Part(2 * kRanks));
-  WorkerMachine::RunPart rest = Part(2 * kRanks, kRanks);
-  rest.number = --run_;
-  second->Prepare(std::move(rest));
-  std::vector<std::string> addresses = one.Addresses(run_);
-  for (const std::string& address : two.Addresses(run_)) addresses.push_back(address);
+  const std::vector<std::string> addresses = PrepareOnBoth(*first, one, *second, two);
   first->Start(run_, addresses, {});
   second->Start(run_, addresses, {});
   std::vector<float> logits;
@@ -437,12 +443,7 @@ TEST_F(RankHostTest, RanksNeedNotStandStillAtTheSamePlace) {
   ASSERT_TRUE(first != nullptr && second != nullptr);
   std::vector<std::vector<float>> answers;
   for (const bool paused : {false, true}) {
-    first->Prepare(Part(2 * kRanks));
-    WorkerMachine::RunPart rest = Part(2 * kRanks, kRanks);
-    rest.number = --run_;
-    second->Prepare(std::move(rest));
-    std::vector<std::string> addresses = one.Addresses(run_);
-    for (const std::string& address : two.Addresses(run_)) addresses.push_back(address);
+    const std::vector<std::string> addresses = PrepareOnBoth(*first, one, *second, two);
     if (paused) first->Pause(run_, 0);
     first->Start(run_, addresses, {});
     second->Start(run_, addresses, {});
@@ -507,12 +508,7 @@ TEST_F(RankHostTest, WhoReadsWeightsAndHasNoPeersYetHasNotComputed) {
   HostListener one, two;
   const auto first = Load(one), second = Load(two);
   ASSERT_TRUE(first != nullptr && second != nullptr);
-  first->Prepare(Part(2 * kRanks));
-  WorkerMachine::RunPart rest = Part(2 * kRanks, kRanks);
-  rest.number = --run_;
-  second->Prepare(std::move(rest));
-  std::vector<std::string> addresses = one.Addresses(run_);
-  for (const std::string& address : two.Addresses(run_)) addresses.push_back(address);
+  const std::vector<std::string> addresses = PrepareOnBoth(*first, one, *second, two);
   second->Start(run_, addresses, {});
   const auto rank = [&] {
     const auto runs = second->progress();
