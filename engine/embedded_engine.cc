@@ -122,7 +122,9 @@ class EmbeddedEngine : public PrefillEngine {
     return options;
   }
   // Of a plan for one rank.
-  PackShare ShareOf(const Plan& plan) const;
+  PackShare ShareOf(const Plan& plan) const {
+    return PackShareOf(model(), pool_.capacity.speed, correction_.factors(), plan, PassBytes());
+  }
   // What a rank takes once for a pass, whoever is in it.
   int64_t PassBytes() const { return pool_.capacity.weights.Share(1, options_.ranks).run_bytes; }
   PackRoom MeasurePackRoom() const;
@@ -285,23 +287,8 @@ absl::StatusOr<std::unique_ptr<Prefill>> EmbeddedEngine::Start(const PrefillRequ
   return BeginEmbeddedRun(runs_, request, std::move(planned), std::move(place), observer);
 }
 
-PackShare EmbeddedEngine::ShareOf(const Plan& plan) const {
-  const Prediction& predicted = plan.predicted;
-  const PartFactors factors = correction_.factors();
-  const double pass = std::max(0.0, predicted.parts.fixed + factors.fixed_seconds) +
-                      factors.products * PassSeconds(model(), pool_.capacity.speed);
-  return {.tokens = plan.layout.tokens(),
-          .bytes = std::max<int64_t>(0, predicted.run_bytes - PassBytes()),
-          .least_seconds = predicted.weight_seconds > 0 ? predicted.seconds : 0,
-          .pass_seconds = pass,
-          .added_seconds = std::max(0.0, predicted.seconds - predicted.weight_seconds - pass)};
-}
-
-// What was asked of a mesh by name gets it.
 PackShare EmbeddedEngine::ShareOfPack(int64_t tokens, const PrefillOptions& options) const {
-  const bool asks = options.tile.has_value() || options.heads.has_value() || options.layout.has_value() ||
-                    options.stripe.has_value();
-  if (pack_room_.ranks == 0 || asks) return {};
+  if (pack_room_.ranks == 0 || ChoosesMesh(options)) return {};
   const PrefillOptions on_rank = OnOneRank(options);
   const int64_t cached_tokens = CachedTokens(tokens, on_rank);
   if (tokens - cached_tokens > pack_room_.rank_tokens) return {};
@@ -314,17 +301,17 @@ PackRoom EmbeddedEngine::MeasurePackRoom() const {
   const bool alike = std::all_of(pool_.devices.begin(), pool_.devices.end(),
                                  [](const auto& device) { return device->rows_are_independent(); });
   if (!alike) return {};
-  for (int64_t tokens = std::min(pool_.capacity.speed.slice_tokens, model().context_tokens); tokens > 1;
-       tokens /= 2) {
-    const absl::StatusOr<PlannedPrefill> planned = PlanPrompt(tokens, OnOneRank({}), 0);
-    if (!planned.ok() || !planned->choice.pieces.empty()) continue;
-    PackRoom room = {.ranks = options_.ranks, .rank_tokens = tokens};
-    if (const int64_t budget = places_.BudgetOf(options_.ranks); budget > 0) {
-      room.rank_bytes = std::max<int64_t>(0, budget - PassBytes());
-    }
-    return room;
+  const int64_t tokens = LargestPackTokens(
+      std::min(pool_.capacity.speed.slice_tokens, model().context_tokens), [&](int64_t so_many) {
+        const absl::StatusOr<PlannedPrefill> planned = PlanPrompt(so_many, OnOneRank({}), 0);
+        return planned.ok() && planned->choice.pieces.empty();
+      });
+  if (tokens == 0) return {};
+  PackRoom room = {.ranks = options_.ranks, .rank_tokens = tokens};
+  if (const int64_t budget = places_.BudgetOf(options_.ranks); budget > 0) {
+    room.rank_bytes = std::max<int64_t>(0, budget - PassBytes());
   }
-  return {};
+  return room;
 }
 
 absl::StatusOr<std::vector<std::unique_ptr<Prefill>>> EmbeddedEngine::StartPack(

@@ -22,19 +22,6 @@
 namespace meshfill {
 namespace {
 
-// The part of a count that `share` of 1 is.
-RankStats ShareOf(const RankStats& stats, double share) {
-  RankStats part;
-  part.attention_seconds = share * stats.attention_seconds;
-  part.block_seconds = share * stats.block_seconds;
-  part.merge_seconds = share * stats.merge_seconds;
-  part.total_seconds = share * stats.total_seconds;
-  for (const Traffic traffic : kPrefillTraffics) {
-    part.wait_seconds[traffic] = share * stats.wait_seconds[traffic];
-  }
-  return part;
-}
-
 // The pass. Its prompts' prefills hold it, and the last of them ends it.
 class EmbeddedPack {
  public:
@@ -206,7 +193,7 @@ class EmbeddedPack {
                             .paused_seconds = absl::ToDoubleSeconds(stop_.PausedTime()),
                             .pack_prompts = static_cast<int>(prompts_.size())};
     for (const absl::StatusOr<RankOutput>& output : outputs_) {
-      result.ranks.push_back(ShareOf(output->stats, part));
+      result.ranks.push_back(PartOf(output->stats, part));
       // Which prompt's tokens an expert had is not known: the first one tells of all.
       if (&prompt == &prompts_.front()) {
         result.ranks.back().tokens_per_expert = output->stats.tokens_per_expert;

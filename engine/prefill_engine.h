@@ -178,7 +178,7 @@ class PrefillEngine {
   virtual absl::StatusOr<std::unique_ptr<Prefill>> Start(const PrefillRequest& request,
                                                          PrefillObserver* observer) = 0;
 
-  // What one pass of several prompts holds; none do where that is nothing.
+  // What one pass of several prompts holds now; none do where that is nothing.
   virtual PackRoom pack_room() const { return {}; }
   // What a prompt would bring to such a pass; no tokens: it runs in one of its own.
   virtual PackShare ShareOfPack(int64_t /*tokens*/, const PrefillOptions& /*options*/) const { return {}; }

@@ -36,6 +36,11 @@ int64_t UsableCachedTokens(const EngineOptions& engine, const PrefillOptions& op
   return most < 0 ? 0 : std::min(cached, most) / granule * granule;
 }
 
+bool ChoosesMesh(const PrefillOptions& options) {
+  return options.tile.has_value() || options.heads.has_value() || options.layout.has_value() ||
+         options.stripe.has_value();
+}
+
 std::vector<SubmeshSeconds> SubmeshesUpTo(
     int most, const PrefillOptions& options,
     const std::function<absl::StatusOr<PlanChoice>(const PrefillOptions& on_submesh)>& plan) {

@@ -29,6 +29,9 @@ int64_t GranuleTokens(const EngineOptions& engine, const PrefillOptions& options
 int64_t UsableCachedTokens(const EngineOptions& engine, const PrefillOptions& options, int ranks,
                            int64_t cached, int64_t tokens);
 
+// Whether the client chose the tile, the head groups or the layout: then the prompt shares no pass.
+bool ChoosesMesh(const PrefillOptions& options);
+
 // What a prompt takes by `plan` on one of two sub-meshes, four, eight and so on, and of `most`, as far as it
 // has room there whole. None: `most` is 1, or the caller's tile or head groups are for all ranks.
 std::vector<SubmeshSeconds> SubmeshesUpTo(

@@ -2,7 +2,27 @@
 
 #include <algorithm>
 
+#include "engine/plan/cost_model.h"
+
 namespace meshfill {
+
+PackShare PackShareOf(const ModelShape& model, const PoolSpeed& speed, const PartFactors& factors,
+                      const Plan& plan, int64_t pass_bytes) {
+  const Prediction& predicted = plan.predicted;
+  const double pass = std::max(0.0, predicted.parts.fixed + factors.fixed_seconds) +
+                      factors.products * PassSeconds(model, speed);
+  return {.tokens = plan.layout.tokens(),
+          .bytes = std::max<int64_t>(0, predicted.run_bytes - pass_bytes),
+          .least_seconds = predicted.weight_seconds > 0 ? predicted.seconds : 0,
+          .pass_seconds = pass,
+          .added_seconds = std::max(0.0, predicted.seconds - predicted.weight_seconds - pass)};
+}
+
+int64_t LargestPackTokens(int64_t most, const std::function<bool(int64_t tokens)>& fits) {
+  int64_t tokens = most;
+  while (tokens > 1 && !fits(tokens)) tokens /= 2;
+  return tokens > 1 ? tokens : 0;
+}
 
 Pack::Pack(const PackRoom& room) : room_(room), ranks_(static_cast<size_t>(std::max(0, room.ranks))) {}
 

@@ -11,9 +11,15 @@
 #define MESHFILL_ENGINE_PLAN_PACK_H_
 
 #include <cstdint>
+#include <functional>
 #include <limits>
 #include <optional>
 #include <vector>
+
+#include "engine/model/model_shape.h"
+#include "engine/plan/plan.h"
+#include "engine/plan/rank_speed.h"
+#include "engine/plan/speed_correction.h"
 
 namespace meshfill {
 
@@ -27,6 +33,11 @@ struct PackShare {
   bool operator==(const PackShare&) const = default;
 };
 
+// Of a prompt whose plan for one rank is `plan`, made with `speed` and corrected by `factors`. A pass takes
+// `pass_bytes` of a rank once.
+PackShare PackShareOf(const ModelShape& model, const PoolSpeed& speed, const PartFactors& factors,
+                      const Plan& plan, int64_t pass_bytes);
+
 // What one pass holds.
 struct PackRoom {
   int ranks = 0;                                             // 0: no prompts share one
@@ -34,6 +45,10 @@ struct PackRoom {
   int64_t rank_bytes = std::numeric_limits<int64_t>::max();  // on each rank
   bool operator==(const PackRoom&) const = default;
 };
+
+// The most tokens of several prompts on a rank: `most`, or half of that, and so on, as `fits` has it. 0:
+// none.
+int64_t LargestPackTokens(int64_t most, const std::function<bool(int64_t tokens)>& fits);
 
 // One pass, as prompts come to it.
 class Pack {

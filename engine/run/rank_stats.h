@@ -42,6 +42,20 @@ struct RankStats {
   double comm_wait_seconds() const { return wait_seconds.total(); }
 };
 
+// The part of what a rank did that is one prompt's, where several share a pass: `share` of 1. Without the
+// experts' tokens.
+inline RankStats PartOf(const RankStats& stats, double share) {
+  RankStats part;
+  part.attention_seconds = share * stats.attention_seconds;
+  part.block_seconds = share * stats.block_seconds;
+  part.merge_seconds = share * stats.merge_seconds;
+  part.total_seconds = share * stats.total_seconds;
+  for (const Traffic traffic : kPrefillTraffics) {
+    part.wait_seconds[traffic] = share * stats.wait_seconds[traffic];
+  }
+  return part;
+}
+
 }  // namespace meshfill
 
 #endif  // MESHFILL_ENGINE_RUN_RANK_STATS_H_

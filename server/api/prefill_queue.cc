@@ -59,7 +59,7 @@ PrefillQueue::PrefillQueue(PrefillEngine& engine, const Limits& limits, Metrics&
       engine_(engine),
       metrics_(metrics),
       last_prefill_(last_prefill),
-      order_({.max_age = limits.max_age, .most_live = engine.capacity(), .pack = engine.pack_room()}),
+      order_({.max_age = limits.max_age, .most_live = engine.capacity()}),
       room_(limits, clock_) {
   metrics_.SetQueueLimits(limits.max_tokens, limits.max_wait);
   for (int place = 0; place < engine_.capacity(); ++place) {
@@ -251,6 +251,7 @@ void PrefillQueue::GiveTurn() {
   for (const auto& [ticket, job] : jobs_) {
     if (job->prefill != nullptr && job->options.submeshes > 1) order_.SetPlace(ticket, job->prefill->place());
   }
+  order_.SetPackRoom(engine_.pack_room());
   order_.Choose(clock_());
   const std::vector<uint64_t> before = std::exchange(computing_, order_.computing());
   const auto is_in = [](const std::vector<uint64_t>& tickets, uint64_t ticket) {

@@ -78,12 +78,14 @@ class RunOrder {
   struct Options {
     absl::Duration max_age = absl::Minutes(10);  // longest time that a prefill waits or stands still, in all
     int most_live = 1;
-    PackRoom pack;  // what a pass holds that several share
+    PackRoom pack = {};  // what a pass holds that several share
   };
   using Job = RunJob;
   using State = RunState;
 
   explicit RunOrder(const Options& options) : options_(options) {}
+
+  void SetPackRoom(const PackRoom& room) { options_.pack = room; }  // from now on
 
   // ---- What happens; `now` never falls.
   void Announce(Ticket ticket, const Job& job, absl::Time now);
@@ -178,7 +180,7 @@ class RunOrder {
   void Settle(absl::Time now);  // adds what was computed since the last time to its tenant's lead
   void ForgetTenants();
 
-  const Options options_;
+  Options options_;
   std::map<Ticket, Entry> entries_;
   std::vector<Ticket> computing_;
   uint64_t last_pack_ = 0;

@@ -129,7 +129,15 @@ absl::StatusOr<KvDirectory::RunKv> KvDirectory::BeginRun(uint64_t run, const Pre
   const bool wanted = options.kv_lease.empty() ? caches && CachesAll(workers) : lease != nullptr;
   const bool keeps = wanted || more_pieces;
   const bool leased = lease != nullptr && !more_pieces;
-  if (lease != nullptr) Discharge(*lease);  // ends the charge for the run that was expected
+  std::optional<Place> expected;  // where the run was expected, and what is charged for it
+  if (lease != nullptr) {
+    expected = lease->place;
+    Discharge(*lease);
+  }
+  const auto refuse = [&](const absl::Status& why) {
+    if (expected.has_value()) Charge(*lease, *std::move(expected));
+    return why;
+  };
 
   Running running = {.lease = leased ? options.kv_lease : "",
                      .names = nullptr,
@@ -140,7 +148,8 @@ absl::StatusOr<KvDirectory::RunKv> KvDirectory::BeginRun(uint64_t run, const Pre
                      .slabs = FirstTokens(prefix, plan.cached_tokens)};
   const bool follows = plan.cached_tokens > 0;
   if (follows && !runs_held_.Follow(running.slabs, workers, plan)) {
-    return absl::ResourceExhaustedError("the workers of a cached prefix are not where the plan has them");
+    return refuse(
+        absl::ResourceExhaustedError("the workers of a cached prefix are not where the plan has them"));
   }
   const auto holders_of = [&](int64_t tokens) {
     std::vector<Holder> holders = runs_held_.HoldersOf(plan, WithTokens(plan.layout, tokens), workers);
@@ -153,7 +162,7 @@ absl::StatusOr<KvDirectory::RunKv> KvDirectory::BeginRun(uint64_t run, const Pre
                                 : absl::OkStatus();
   if (!room.ok() && (follows || lease != nullptr || more_pieces)) {
     if (!follows) ++refused_;
-    return room;
+    return refuse(room);
   }
 
   RunKv told;
@@ -180,6 +189,7 @@ absl::StatusOr<KvDirectory::RunKv> KvDirectory::BeginRun(uint64_t run, const Pre
     told.keep->set_tenant(lease->admission.tenant);
     told.keep->set_lasts_seconds(absl::ToDoubleSeconds(lease->admission.lasts));
   }
+  running.expected = std::move(expected);
   running_.emplace(run, std::move(running));
   runs_held_.MakeRoom(workers);
   return told;
@@ -254,6 +264,16 @@ void KvDirectory::OnRunFailed(uint64_t run, const std::string& why, const Worker
   lease->run = 0;
   lease->layers_done = 0;
   ++version_;
+}
+
+void KvDirectory::UndoRun(uint64_t run) {
+  Lease* const lease = LeaseOf(run);
+  std::optional<Place> expected = std::move(running_.at(run).expected);
+  running_.erase(run);
+  if (lease == nullptr) return;
+  Discharge(*lease);
+  if (expected.has_value()) Charge(*lease, *std::move(expected));
+  lease->begun = false;
 }
 
 const KvDirectory::Lease* KvDirectory::Live(const std::string& name, const std::string& tenant,

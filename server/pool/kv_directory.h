@@ -129,6 +129,8 @@ class KvDirectory {
   // The run is being stopped: its workers drop what they have. Once is enough. If the prompt goes again on
   // these workers, all of its own among them, its room stays its own.
   void OnRunFailed(uint64_t run, const std::string& why, const Workers& again_on);
+  // As if it had never begun. Nothing else has happened since.
+  void UndoRun(uint64_t run);
 
   // The prefill is done: the lease lasts its time from now on, or as long as it was renewed for. NOT_FOUND:
   // it was released meanwhile.
@@ -185,7 +187,8 @@ class KvDirectory {
     bool looked_up = false;                     // its tokens count as hits and misses
     int64_t cached_tokens = 0;                  // cached tokens before the first piece; 0 in others
     int64_t new_tokens = 0;
-    KvSlabs slabs;  // the prefix, and the run where it is kept
+    KvSlabs slabs;                  // the prefix, and the run where it is kept
+    std::optional<Place> expected;  // where its lease was charged before
   };
 
   Place PlaceFor(const Plan& plan, const Workers& workers) const;

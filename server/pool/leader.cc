@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <iterator>
+#include <map>
+#include <tuple>
 #include <utility>
 #include <variant>
 
@@ -107,6 +109,10 @@ RunCoordinator::Outcome Leader::OnRunMessage(Connection connection, const v1::Wo
     case v1::WorkerMessage::kProgress:
       return run.OnProgress(connection, message.progress(), now);
     case v1::WorkerMessage::kRankDone:
+      if (live_.Find(RunOf(message)->ticket) == nullptr) {  // another of its pass was waited for
+        CancelRun(*RunOf(message), now);
+        return {};
+      }
       return run.OnRankDone(connection, message.rank_done(), now);
     case v1::WorkerMessage::kPaused:
       run.OnPaused(connection, message.paused(), now);
@@ -137,8 +143,9 @@ void Leader::OnTick(absl::Time now) {
   for (const auto& [number, run] : live_.runs) runs.push_back(number);
   for (RunId number : runs) {
     const auto run = live_.runs.find(number);  // another's complaint may have ended it
-    if (run != live_.runs.end()) Apply(number, run->second.coordinator.OnTick(now), now);
+    if (run != live_.runs.end()) Take(number, run->second.coordinator.OnTick(now), now);
   }
+  StartWaiting(now);
   kv_.EndLapsed(now);
   ForgetStoppedRuns();  // who drains may have held what lapsed or was released
   if (now - last_heartbeat_ < options_.heartbeat_interval) return;
@@ -187,16 +194,61 @@ Leader::Ticket Leader::Submit(const Request& request, absl::Time now) {
   return ticket;
 }
 
+std::vector<Leader::Ticket> Leader::SubmitPack(const std::vector<PackedRequest>& requests, double seconds,
+                                               absl::Time now) {
+  if (live_.count() >= options_.runs_at_once) return {};
+  PackSeat seat = {.pack = ++last_pack_, .prompts = static_cast<int>(requests.size()), .seconds = seconds};
+  std::map<int, int> prompts_of_rank;
+  for (const PackedRequest& each : requests) ++prompts_of_rank[each.rank];
+  std::vector<Ticket> tickets;
+  for (const PackedRequest& each : requests) {
+    const std::optional<std::pair<Connection, int>> place = placer_.PlaceOfRank(each.rank);
+    if (!place.has_value()) break;
+    seat.rank = each.rank;
+    seat.rank_prompts = prompts_of_rank.at(each.rank);
+    seat.share = each.share;
+    std::tie(seat.worker, seat.local_rank) = *place;
+    const Ticket ticket = ++last_ticket_;
+    live_.requests.emplace(ticket, LiveRequest{.request = each.request, .pack = seat, .had_workers_at = now});
+    tickets.push_back(ticket);
+    StartRun(ticket, now);
+    if (run_of(ticket) == 0) break;
+  }
+  const bool all = tickets.size() == requests.size() && run_of(tickets.back()) != 0;
+  if (!all) {
+    for (const Ticket ticket : tickets) {  // nobody waits for their answers; their leases keep their room
+      const RunId run = run_of(ticket);
+      live_.requests.erase(ticket);
+      if (run == 0) continue;
+      live_.runs.at(run).coordinator.Cancel(now);
+      kv_.UndoRun(run);
+    }
+    tickets.clear();
+  }
+  StartWaiting(now);
+  return tickets;
+}
+
 void Leader::CancelRequest(Ticket ticket, absl::Status reason, absl::Time now) {
   const LiveRequest* request = live_.Find(ticket);
   if (request == nullptr) return;
   const auto run = live_.runs.find(request->run);
   AnswerRequest(ticket, std::move(reason));
   if (run != live_.runs.end()) {
-    CancelRun(run->second, now);
+    LeaveRun(run->first, now);
     ForgetStoppedRuns();
   }
   StartWaiting(now);
+}
+
+void Leader::LeaveRun(RunId run, absl::Time now) {
+  if (!live_.IsWanted(run)) CancelUnwanted(live_.InPassOf(run), now);
+}
+
+void Leader::CancelUnwanted(const std::vector<RunId>& in_pass, absl::Time now) {
+  for (const RunId run : in_pass) {
+    if (live_.Find(live_.runs.at(run).ticket) == nullptr) CancelRun(live_.runs.at(run), now);
+  }
 }
 
 void Leader::CancelRun(LiveRun& run, absl::Time now) {
@@ -267,7 +319,7 @@ void Leader::StartWaiting(absl::Time now) {
   while (auto* next = live_.FirstWaiting()) {
     auto& [ticket, request] = *next;
     if (request.no_room || placer_.WorkersFor(request).empty()) break;  // OnTick ends the wait for a worker
-    if (std::ssize(live_.runs) >= options_.runs_at_once) {
+    if (live_.count() >= options_.runs_at_once) {
       request.no_room = true;
     } else {
       StartRun(ticket, now);
@@ -306,15 +358,22 @@ void Leader::StartRun(Ticket ticket, absl::Time now) {
       .vocab = options_.vocab,
       .shares_weights = run.shares_weights,
       .tokens_ahead = tokens_ahead,
-      .pool_ranks = PoolRanks(members_.ByPlace(), run.workers, run.plan.ranks()),
+      .pool_ranks = request.pack.has_value() ? std::vector<int>{request.pack->rank}
+                                             : PoolRanks(members_.ByPlace(), run.workers, run.plan.ranks()),
+      .pack = request.pack.has_value() ? RunCoordinator::Pack{.number = request.pack->pack,
+                                                              .local_rank = request.pack->local_rank,
+                                                              .runs = request.pack->rank_prompts}
+                                       : RunCoordinator::Pack(),
       .hang_timeout = options_.hang_timeout,
       .prepare_timeout = options_.prepare_timeout,
       .stop_timeout = options_.stop_timeout};
   const auto first = static_cast<size_t>(run.plan.cached_tokens);
   const auto tokens = request.request.tokens.subspan(first, static_cast<size_t>(run.plan.layout.tokens()));
-  live_.runs.emplace(number,
-                     LiveRun{ticket, RunCoordinator(number, epoch(), std::move(run.plan), tokens, run.workers,
-                                                    run.kv, options, actions_, survey_, now)});
+  live_.runs.emplace(
+      number, LiveRun{.ticket = ticket,
+                      .coordinator = RunCoordinator(number, epoch(), std::move(run.plan), tokens, run.workers,
+                                                    run.kv, options, actions_, survey_, now),
+                      .pack = request.pack});
 }
 
 void Leader::BeginAttempt(LiveRequest& request, absl::Time now) {
@@ -330,13 +389,17 @@ void Leader::BeginAttempt(LiveRequest& request, absl::Time now) {
 }
 
 void Leader::Apply(RunId run, RunCoordinator::Outcome outcome, absl::Time now) {
+  Take(run, std::move(outcome), now);
+  ForgetStoppedRuns();
+  StartWaiting(now);
+}
+
+void Leader::Take(RunId run, RunCoordinator::Outcome outcome, absl::Time now) {
   const auto live = live_.runs.find(run);
   if (live != live_.runs.end() && live->second.coordinator.phase() == RunCoordinator::Phase::kRunning) {
     kv_.OnRunning(run);
   }
   std::visit([&](auto& what) { Do(run, what, now); }, outcome);
-  ForgetStoppedRuns();
-  StartWaiting(now);
 }
 
 void Leader::Do(RunId run, RunCoordinator::LayersDone& done, absl::Time) {
@@ -356,6 +419,8 @@ void Leader::Do(RunId run, RunCoordinator::Completed& completed, absl::Time now)
   if (completed.result.ok() && live_.runs.at(run).coordinator.layers_done() < all.layers) Do(run, all, now);
   const Ticket ticket = live_.runs.at(run).ticket;
   KvSlabs kept = kv_.OnRunOver(run, members_.ByPlace());
+  std::vector<RunId> others = live_.InPassOf(run);
+  std::erase(others, run);
   Forget(run);
   if (LiveRequest* request = live_.Find(ticket); request != nullptr && completed.result.ok()) {
     if (request->pieces.has_value()) {
@@ -367,14 +432,23 @@ void Leader::Do(RunId run, RunCoordinator::Completed& completed, absl::Time now)
       }
       completed.result = pieces.Finish(*std::move(completed.result));
     }
+    if (request->pack.has_value()) {
+      completed.result->pack_prompts = request->pack->prompts;
+      completed.result->pack_share = request->pack->share;
+    }
     completed.result->attempts = request->attempts;
     completed.result->lost_seconds = request->lost_seconds;
     completed.result->paused_seconds = absl::ToDoubleSeconds(request->pauses.Total(now));
   }
   AnswerRequest(ticket, std::move(completed.result));
+  if (!others.empty() && !live_.IsWanted(others.front())) CancelUnwanted(others, now);
 }
 
 void Leader::Do(RunId run, RunCoordinator::RequestFailed& failed, absl::Time now) {
+  // What fails beside others may go well by itself, on all ranks.
+  if (live_.runs.at(run).pack.has_value()) {
+    return EndEpoch(run, std::string(failed.status.message()), /*lost_workers=*/false, now);
+  }
   AnswerRequest(live_.runs.at(run).ticket, failed.status);
   CancelRun(live_.runs.at(run), now);
 }
@@ -391,7 +465,19 @@ void Leader::Do(RunId, RunCoordinator::WorkersFailed& failed, absl::Time now) {
 }
 
 void Leader::EndEpoch(RunId number, const std::string& why, bool lost_workers, absl::Time now) {
-  auto& [ticket, run, doubtful] = live_.runs.at(number);
+  const std::vector<RunId> in_pass = live_.InPassOf(number);
+  const RunCoordinator& run = live_.runs.at(number).coordinator;
+  if (run.phase() != RunCoordinator::Phase::kStopping) {
+    const std::string others =
+        in_pass.size() > 1 ? absl::StrCat(", and in ", in_pass.size() - 1, " others of its pass") : "";
+    actions_.Log(absl::StrCat("epoch ", run.epoch(), " ended in run ", number, others, ": ", LogQuote(why)),
+                 LogLevel::kWarning);
+  }
+  for (const RunId each : in_pass) EndEpochOf(each, why, lost_workers, now);
+}
+
+void Leader::EndEpochOf(RunId number, const std::string& why, bool lost_workers, absl::Time now) {
+  auto& [ticket, run, pack, doubtful] = live_.runs.at(number);
   const bool stops = run.phase() == RunCoordinator::Phase::kStopping;
   LiveRequest* request = live_.Find(ticket);
   std::optional<EpochEnd> end = stops ? std::exchange(doubtful, std::nullopt) : EndOf(run, now);
@@ -402,13 +488,13 @@ void Leader::EndEpoch(RunId number, const std::string& why, bool lost_workers, a
   const std::string poisonous = request != nullptr && end.has_value() ? Blame(*request, *end) : "";
   if (!stops) {
     members_.EndEpoch();
-    actions_.Log(absl::StrCat("epoch ", run.epoch(), " ended in run ", number, ": ", LogQuote(why)),
-                 LogLevel::kWarning);
     run.Abort(why, now);
     // What a prompt in pieces has stays charged in another way, by KeepPieces.
     const bool is_whole = request != nullptr && !request->pieces.has_value();
     kv_.OnRunFailed(number, why, is_whole ? members_.ByPlace() : KvDirectory::Workers());
     if (request != nullptr) {
+      if (request->pack.has_value()) request->failed_pack = request->pack->pack;
+      request->pack.reset();
       request->new_attempt = true;
       if (run.MayHaveComputed(now - options_.silence_timeout)) ++request->losses;
       placer_.KeepPieces(*request);
@@ -453,7 +539,7 @@ void Leader::LookForRoomAgain() {
 void Leader::ForgetStoppedRuns() {
   for (auto next = live_.runs.begin(); next != live_.runs.end();) {
     const auto run = next++;
-    const auto& [ticket, coordinator, doubtful] = run->second;
+    const auto& [ticket, coordinator, pack, doubtful] = run->second;
     if (!coordinator.stopped()) continue;
     if (LiveRequest* request = live_.Find(ticket)) {
       request->run = 0;

@@ -23,7 +23,12 @@
 //
 // Invariants:
 //  - A request is answered exactly once, with the result of one complete run or with one error.
-//  - At most Options::runs_at_once runs live. A run lives until every worker of it has confirmed its
+//  - Requests of a pack begin together, each as a run of its own on one rank. Those on one rank share its
+//  pass:
+//    they end together, or all are tried anew, each by itself and one after the other. One that is cancelled
+//    computes on while another of its pass is wanted, and what it gives is dropped.
+//  - At most Options::runs_at_once runs live, of which a pack is one. A run lives until every worker of it
+//  has confirmed its
 //    end or is out of the pool. Where messages do not mix, one run on a worker has some under way.
 //  - The runs that live take no more memory of a worker than it offered. One alone may always begin.
 //  - A request that is paused begins no run. While one whose turn it is waits for memory, or for a place
@@ -125,7 +130,16 @@ class Leader {
   void OnTick(absl::Time now);  // a few times in a second
   // Requests that cannot begin yet wait, in order.
   Ticket Submit(const Request& request, absl::Time now);
-  // Answers with `reason` at once; the ranks stop. Too late where the answer is out.
+  struct PackedRequest {
+    Request request;
+    int rank = 0;      // the pool's, which computes it
+    double share = 1;  // of the tokens that this rank computes
+  };
+  // Requests that share a pass, predicted to take so long: all begin now, or none does and this is empty.
+  // They count as one that lives. What fails runs by itself from then on.
+  std::vector<Ticket> SubmitPack(const std::vector<PackedRequest>& requests, double seconds, absl::Time now);
+  // Answers with `reason` at once; the ranks stop, unless they compute others in the same pass. Too late
+  // where the answer is out.
   void CancelRequest(Ticket ticket, absl::Status reason, absl::Time now);
   // Its run stands still, with all it has, or goes on. Nothing where the answer is out.
   void SetPaused(Ticket ticket, bool paused, absl::Time now);
@@ -133,6 +147,9 @@ class Leader {
   bool CrowdedOut(Ticket ticket) const;
   // It waits while a run is being stopped. Whether it is crowded out is known when that one is over.
   bool Undecided(Ticket ticket) const;
+  // A run is being stopped: there may be more room soon.
+  bool MakesRoom() const { return live_.AnyStops(); }
+  bool empty() const { return live_.runs.empty(); }
   RunId run_of(Ticket ticket) const;  // the live run of a request; 0: it waits, or is answered
 
   // ---- Leases on K and V. Those that lapse end by OnTick, or by EndLapsed there.
@@ -162,6 +179,8 @@ class Leader {
   std::optional<PoolCapacity> SubmeshCapacity(int submeshes) const {
     return placer_.SubmeshCapacity(submeshes);
   }
+  // As RunPlacer has it.
+  std::optional<PoolCapacity> RankCapacity() const { return placer_.RankCapacity(); }
   std::vector<PoolLink> links() const { return survey_.Describe(capacity().topology, members_.changed()); }
   double peak_flops() const { return members_.peak_flops(); }
   std::vector<WorkerView> workers() const;  // in the order of their ranks
@@ -176,6 +195,7 @@ class Leader {
 
   // What an event at a run means for its request and the pool.
   void Apply(RunId run, RunCoordinator::Outcome outcome, absl::Time now);
+  void Take(RunId run, RunCoordinator::Outcome outcome, absl::Time now);  // without what may begin now
   void Do(RunId, std::monostate&, absl::Time) {}
   void Do(RunId run, RunCoordinator::LayersDone& done, absl::Time now);
   void Do(RunId run, RunCoordinator::Completed& completed, absl::Time now);
@@ -185,10 +205,16 @@ class Leader {
 
   // Takes workers out of the pool, and ends the epoch of the runs that they take part in.
   void DropWorkers(const std::set<Connection>& connections, const std::string& why, absl::Time now);
-  // Stops the run: its request goes again (where it is still live), unless it is poisonous.
+  // Stops the run, and those that share its pass: their requests go again (where they still live), unless
+  // they are poisonous.
   void EndEpoch(RunId run, const std::string& why, bool lost_workers, absl::Time now);
+  void EndEpochOf(RunId run, const std::string& why, bool lost_workers, absl::Time now);
+  // Those of a pass that has ended: nobody wants what is left of it.
+  void CancelUnwanted(const std::vector<RunId>& in_pass, absl::Time now);
   // Its answer is out, or it has none: the ranks stop.
   void CancelRun(LiveRun& run, absl::Time now);
+  // Its answer is out: the ranks stop, once nobody wants what they compute.
+  void LeaveRun(RunId run, absl::Time now);
   void ForgetStoppedRuns();
   // Called once something has ended: begins runs for requests that wait, as many as may live.
   void StartWaiting(absl::Time now);
@@ -214,6 +240,7 @@ class Leader {
   RunPlacer placer_;
   RunId last_run_ = 0;
   Ticket last_ticket_ = 0;
+  uint64_t last_pack_ = 0;
   uint64_t retries_ = 0;
   absl::Time last_heartbeat_ = absl::InfinitePast();
 };

@@ -31,6 +31,8 @@ struct RunResult {
   int attempts = 1;             // attempts at the request, each after a run that failed
   double lost_seconds = 0;      // from the first attempt's begin to this one's, without pauses
   double paused_seconds = 0;    // pauses of all attempts together
+  int pack_prompts = 1;         // prompts that shared its pass, it included
+  double pack_share = 1;        // of the tokens that its rank computed in the pass
 };
 
 class LeaderActions {

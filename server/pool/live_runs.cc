@@ -1,11 +1,19 @@
 #include "server/pool/live_runs.h"
 
 #include <algorithm>
-#include <vector>
+#include <set>
 
 #include "server/pool/offered_speed.h"
 
 namespace meshfill {
+namespace {
+
+bool SharePass(const LiveRun& one, const LiveRun& other) {
+  return one.pack.has_value() && other.pack.has_value() && one.pack->pack == other.pack->pack &&
+         one.pack->rank == other.pack->rank && other.coordinator.phase() != RunCoordinator::Phase::kStopping;
+}
+
+}  // namespace
 
 LiveRequest* LiveRuns::Find(Ticket ticket) {
   const auto request = requests.find(ticket);
@@ -18,10 +26,41 @@ const LiveRequest* LiveRuns::Find(Ticket ticket) const {
 }
 
 std::pair<const LiveRuns::Ticket, LiveRequest>* LiveRuns::FirstWaiting() {
-  const auto next = std::find_if(requests.begin(), requests.end(), [](const auto& request) {
-    return request.second.waits() && request.second.has_turn();
+  const auto next = std::find_if(requests.begin(), requests.end(), [this](const auto& request) {
+    return request.second.waits() && request.second.has_turn() && !WaitsForPack(request.second);
   });
   return next != requests.end() ? &*next : nullptr;
+}
+
+int LiveRuns::count() const {
+  std::set<uint64_t> packs;
+  return static_cast<int>(std::count_if(runs.begin(), runs.end(), [&](const auto& run) {
+    return !run.second.pack.has_value() || packs.insert(run.second.pack->pack).second;
+  }));
+}
+
+std::vector<RunId> LiveRuns::InPassOf(RunId run) const {
+  std::vector<RunId> in_pass = {run};
+  const LiveRun& own = runs.at(run);
+  if (!own.pack.has_value()) return in_pass;
+  for (const auto& [number, other] : runs) {
+    if (number != run && SharePass(own, other)) in_pass.push_back(number);
+  }
+  return in_pass;
+}
+
+bool LiveRuns::IsWanted(RunId run) const {
+  const std::vector<RunId> in_pass = InPassOf(run);
+  return std::any_of(in_pass.begin(), in_pass.end(),
+                     [&](RunId number) { return requests.contains(runs.at(number).ticket); });
+}
+
+bool LiveRuns::WaitsForPack(const LiveRequest& request) const {
+  if (request.failed_pack == 0) return false;
+  return std::any_of(runs.begin(), runs.end(), [&](const auto& run) {
+    const LiveRequest* other = Find(run.second.ticket);
+    return other != nullptr && other != &request && other->failed_pack == request.failed_pack;
+  });
 }
 
 bool LiveRuns::HasTurn(const LiveRun& run) const {
@@ -45,14 +84,22 @@ bool LiveRuns::Blocked(const LiveRun& run) const {
 // Where messages do not mix, one after the other goes on, and none beside a run whose turn it is.
 void LiveRuns::Pause(absl::Time now) {
   const bool all_go_on = FirstWaiting() != nullptr && !AnyStops();
+  std::set<std::pair<uint64_t, int>> passes_with_turn;
+  for (const auto& [number, run] : runs) {
+    if (run.pack.has_value() && HasTurn(run)) passes_with_turn.emplace(run.pack->pack, run.pack->rank);
+  }
+  const auto has_turn = [&](const LiveRun& run) {
+    return run.pack.has_value() ? passes_with_turn.contains({run.pack->pack, run.pack->rank}) : HasTurn(run);
+  };
   std::vector<LiveRun*> wait;
   for (auto& [number, run] : runs) {
-    if (!requests.contains(run.ticket)) continue;
     RunCoordinator& coordinator = run.coordinator;
-    const bool gives_way = std::any_of(runs.begin(), runs.end(), [&](const auto& other) {
-      return HasTurn(other.second) && other.second.coordinator.Shares(coordinator);
-    });
-    const bool goes_on = HasTurn(run) || (all_go_on && (coordinator.messages_mix() || !gives_way));
+    const auto gives_way = [&] {
+      return std::any_of(runs.begin(), runs.end(), [&](const auto& other) {
+        return has_turn(other.second) && other.second.coordinator.Shares(coordinator);
+      });
+    };
+    const bool goes_on = has_turn(run) || (all_go_on && (coordinator.messages_mix() || !gives_way()));
     if (!goes_on || !coordinator.paused()) {
       coordinator.SetPaused(!goes_on, now);
     } else {

@@ -11,6 +11,7 @@
 #include <span>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "absl/time/time.h"
 #include "engine/model/weight_feed.h"
@@ -26,6 +27,18 @@ namespace meshfill {
 
 using RunId = uint64_t;  // a run's number; only grows
 
+// Where a prompt is computed that shares a pass with others (engine/plan/pack.h).
+struct PackSeat {
+  uint64_t pack = 0;
+  int prompts = 1;  // in the pack
+  int rank = 0;     // the pool's
+  LeaderActions::Connection worker = 0;
+  int local_rank = 0;    // the worker's
+  int rank_prompts = 1;  // that the rank computes, it included
+  double share = 1;      // of the tokens that the rank computes
+  double seconds = 0;    // predicted, of the pass
+};
+
 struct PoolRequest {
   std::string id;
   std::span<const uint32_t> tokens;  // valid until the answer
@@ -34,10 +47,12 @@ struct PoolRequest {
 
 struct LiveRequest {
   PoolRequest request;
-  RunId run = 0;                       // 0: it waits
-  absl::Time had_workers_at;           // when it last ran, stood still, or had workers to run on
-  std::optional<PromptPieces> pieces;  // none: its prompt is whole, or no piece is begun
-  bool new_attempt = true;             // its next run begins one
+  std::optional<PackSeat> pack = std::nullopt;  // none: it shares no pass, or no more
+  uint64_t failed_pack = 0;                     // whose pass failed it shared: those run one after the other
+  RunId run = 0;                                // 0: it waits
+  absl::Time had_workers_at;                    // when it last ran, stood still, or had workers to run on
+  std::optional<PromptPieces> pieces;           // none: its prompt is whole, or no piece is begun
+  bool new_attempt = true;                      // its next run begins one
   int attempts = 0;
   int losses = 0;           // attempts that workers were lost in, but for those that stood still
   EndedEpochs ended;        // epochs that its runs may have ended
@@ -53,6 +68,7 @@ struct LiveRequest {
 struct LiveRun {
   LeaderActions::Ticket ticket;  // the run's request, which may be answered already
   RunCoordinator coordinator;
+  std::optional<PackSeat> pack = std::nullopt;  // where it shares a pass
   // Its end, where a rank had not said that it computed: the prompt's, if all do until they have stopped, or
   // if a worker proves to be lost in it.
   std::optional<EpochEnd> doubtful = std::nullopt;
@@ -68,14 +84,24 @@ struct LiveRuns {
   // Null: it is answered.
   LiveRequest* Find(Ticket ticket);
   const LiveRequest* Find(Ticket ticket) const;
-  // The first request whose turn it is and that has no run; null: none.
+  // The first request whose turn it is and that has no run, and need not wait for that of another of its
+  // failed pack; null: none.
   std::pair<const Ticket, LiveRequest>* FirstWaiting();
 
+  // How many live, of those that may: a pack counts as one.
+  int count() const;
+  // The run, and those that share its rank's pass and do not stop.
+  std::vector<RunId> InPassOf(RunId run) const;
+  // Whether the request of one of those lives.
+  bool IsWanted(RunId run) const;
   bool HasTurn(const LiveRun& run) const;
+  // Whether another request of its failed pack runs: of two that run, none is to blame for what they end.
+  bool WaitsForPack(const LiveRequest& request) const;
   bool AnyStops() const;  // whether a run is being stopped
   // Whether another run has its messages under way on a worker of this one, where they do not mix.
   bool Blocked(const LiveRun& run) const;
-  // Lets all runs stand still whose turn it is not, and others go on. Who waits beside runs that stand still
+  // Lets all runs stand still whose turn it is not, and others go on; what shares a pass goes on while it is
+  // the turn of one of them. Who waits beside runs that stand still
   // waits for their ends: they go on, too.
   void Pause(absl::Time now);
 

@@ -29,7 +29,7 @@
 
 namespace meshfill {
 
-inline constexpr uint32_t kControlProtocol = 10;
+inline constexpr uint32_t kControlProtocol = 11;
 
 // What the pool can do now, as a plan needs it: the slowest rank's speed, the tightest rank's memory, and
 // which seats are on one host.

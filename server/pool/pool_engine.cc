@@ -5,6 +5,7 @@
 #include <iterator>
 #include <map>
 #include <optional>
+#include <set>
 #include <utility>
 #include <variant>
 
@@ -165,28 +166,58 @@ absl::StatusOr<PlanChoice> PoolEngine::PlanFor(const PoolCapacity& capacity, int
 
 // One request at the leader.
 class PoolEngine::Run final : public Prefill {
+  // The observer, until the prefill goes. Whoever waits for one of a pack tells the observers of all.
+  class Listener {
+   public:
+    explicit Listener(PrefillObserver* observer) : observer_(observer) {}
+    void Leave() {
+      const MutexLock lock(mu_);
+      observer_ = nullptr;
+    }
+    void Tell(const Leader::LayersDone& done, bool anew) {
+      const MutexLock lock(mu_);
+      if (observer_ != nullptr && anew) observer_->OnBegunAnew();
+      if (observer_ != nullptr) observer_->OnLayerDone(done.layers, done.of);
+    }
+
+   private:
+    Mutex mu_;
+    PrefillObserver* observer_ ABSL_GUARDED_BY(mu_);
+  };
+
  public:
   Run(PoolEngine& engine, const PrefillRequest& request, PrefillObserver* observer)
-      : engine_(engine), request_(request), observer_(observer) {}
+      : engine_(engine), request_(request), listener_(std::make_shared<Listener>(observer)) {}
 
   ~Run() override {
     Stop();
+    listener_->Leave();
     const MutexLock lock(engine_.mu_);
     engine_.runs_.erase(ticket_);
   }
 
-  // The engine calls these three with its mutex held.
+  // The engine calls these with its mutex held.
+  void Attach(Leader::Ticket ticket, uint64_t pack) {
+    engine_.mu_.AssertHeld();
+    ticket_ = ticket;
+    pack_ = pack;
+    engine_.runs_[ticket] = this;
+  }
   absl::Status Submit() {
     engine_.mu_.AssertHeld();
-    ticket_ = engine_.leader_.Submit(
-        {.id = request_.options.request_id, .tokens = request_.tokens, .options = request_.options},
-        MonotonicNow());
-    engine_.runs_[ticket_] = this;
+    Attach(engine_.leader_.Submit(ForLeader(), MonotonicNow()), /*pack=*/0);
     engine_.DoActions();
     while (engine_.leader_.Undecided(ticket_)) engine_.changed_.WaitFor(engine_.mu_, kTick);
     if (!engine_.leader_.CrowdedOut(ticket_)) return absl::OkStatus();
     return absl::ResourceExhaustedError(
         "the workers have no room for the prefill beside those that live; wait for the end of one");
+  }
+  Leader::Request ForLeader() const {
+    return {.id = request_.options.request_id, .tokens = request_.tokens, .options = request_.options};
+  }
+  uint64_t pack() const {
+    engine_.mu_.AssertHeld();
+    return pack_;
   }
   void OnAnswer(absl::StatusOr<Leader::Result> answer) {
     engine_.mu_.AssertHeld();
@@ -223,9 +254,12 @@ class PoolEngine::Run final : public Prefill {
     result.prefill_seconds = run.seconds;
     RETURN_IF_ERROR(SummarisePrefill(engine_.model_.shape, engine_.model_name(), run.peak_flops,
                                      request_.options.top_k, result));
+    result.mfu /= run.pack_share;  // of the rank, while it computed it and others
+    result.pack_prompts = run.pack_prompts;
     // A run that measured the links was planned without knowing them: it says nothing of the predictions to
-    // come.
-    if (!run.probed) engine_.correction_.Observe(result.plan.predicted, MeasuredSecondsOf(result));
+    // come. Nor does one that shared its pass.
+    if (!run.probed && run.pack_prompts == 1)
+      engine_.correction_.Observe(result.plan.predicted, MeasuredSecondsOf(result));
     result.lost_seconds = run.lost_seconds;
     result.paused_seconds = run.paused_seconds;
     result.attempts = run.attempts;
@@ -239,22 +273,36 @@ class PoolEngine::Run final : public Prefill {
     engine_.DoActions();
   }
 
+  struct News {
+    std::shared_ptr<Listener> listener;
+    Leader::LayersDone done;
+    bool anew;
+  };
+
+  void AddNews(std::vector<News>& news) {
+    engine_.mu_.AssertHeld();
+    const Leader::LayersDone& done = layers_done_;
+    const bool anew = done.attempt > told_.attempt;
+    if (done.layers == 0 || !(anew || done.layers != told_.layers || done.of != told_.of)) return;
+    news.push_back({listener_, done, anew});
+    told_ = done;
+  }
+
   absl::StatusOr<Leader::Result> WaitForAnswer() {
-    Leader::LayersDone told{.ticket = 0, .layers = 0, .of = 1, .attempt = 1};
     MutexLock lock(engine_.mu_);
     while (true) {
-      const Leader::LayersDone done = layers_done_;
-      const bool anew = done.attempt > told.attempt;
-      const bool news = done.layers > 0 && (anew || done.layers != told.layers || done.of != told.of);
-      if (!news && answer_.has_value()) break;
-      if (!news) {
+      std::vector<News> news;
+      AddNews(news);
+      for (const auto& [ticket, run] : engine_.runs_) {
+        if (pack_ != 0 && run->pack() == pack_) run->AddNews(news);
+      }
+      if (news.empty() && answer_.has_value()) break;
+      if (news.empty()) {
         engine_.changed_.Wait(engine_.mu_);
         continue;
       }
-      told = done;
       lock.Unlock();
-      if (observer_ != nullptr && anew) observer_->OnBegunAnew();
-      if (observer_ != nullptr) observer_->OnLayerDone(told.layers, told.of);
+      for (const News& each : news) each.listener->Tell(each.done, each.anew);
       lock.Lock();
     }
     return *std::move(answer_);
@@ -262,29 +310,115 @@ class PoolEngine::Run final : public Prefill {
 
   PoolEngine& engine_;
   const PrefillRequest request_;
-  PrefillObserver* const observer_;
+  const std::shared_ptr<Listener> listener_;
   Leader::Ticket ticket_ ABSL_GUARDED_BY(engine_.mu_) = 0;
+  uint64_t pack_ ABSL_GUARDED_BY(engine_.mu_) = 0;  // 0: it began by itself
   Leader::LayersDone layers_done_ ABSL_GUARDED_BY(engine_.mu_) = {
       .ticket = 0, .layers = 0, .of = 1, .attempt = 1};  // of all pieces
+  Leader::LayersDone told_ ABSL_GUARDED_BY(engine_.mu_) = {.ticket = 0, .layers = 0, .of = 1, .attempt = 1};
   std::optional<absl::StatusOr<Leader::Result>> answer_ ABSL_GUARDED_BY(engine_.mu_);
 };
 
 absl::StatusOr<std::unique_ptr<Prefill>> PoolEngine::Start(const PrefillRequest& request,
                                                            PrefillObserver* observer) {
+  RETURN_IF_ERROR(Check(request));
+  auto run = std::make_unique<Run>(*this, request, observer);
+  const MutexLock lock(mu_);
+  RETURN_IF_ERROR(CheckRoom());
+  RETURN_IF_ERROR(run->Submit());
+  return run;
+}
+
+absl::Status PoolEngine::Check(const PrefillRequest& request) const {
   if (request.options.kv != nullptr && request.options.kv_lease.empty()) {
     return absl::InvalidArgumentError("a pool of workers keeps K and V under a lease alone; give one");
   }
   RETURN_IF_ERROR(
       CheckPromptOptions(model_.shape, model_name(), std::ssize(request.tokens), request.options));
-  RETURN_IF_ERROR(CheckTokenIds(model_.shape, model_name(), request.tokens));
-  auto run = std::make_unique<Run>(*this, request, observer);
+  return CheckTokenIds(model_.shape, model_name(), request.tokens);
+}
+
+absl::Status PoolEngine::CheckRoom() const {
+  std::set<uint64_t> packs;
+  const auto live = std::count_if(runs_.begin(), runs_.end(), [&](const auto& entry) {
+    return entry.second->pack() == 0 || packs.insert(entry.second->pack()).second;
+  });
+  if (live < capacity()) return absl::OkStatus();
+  return absl::ResourceExhaustedError(
+      absl::StrCat("the pool runs ", capacity(), " prefills at a time; wait for the end of one"));
+}
+
+// ---- Packs.
+
+PackRoom PoolEngine::pack_room() const {
   const MutexLock lock(mu_);
-  if (std::ssize(runs_) >= capacity()) {
-    return absl::ResourceExhaustedError(
-        absl::StrCat("the pool runs ", capacity(), " prefills at a time; wait for the end of one"));
+  return pack_room_;
+}
+
+PackShare PoolEngine::ShareOfPack(int64_t tokens, const PrefillOptions& options) const {
+  const MutexLock lock(mu_);
+  // Behind what is cached of it a prompt runs by itself, on the ranks that have that.
+  if (UsableTokensOf(leader_.kv().LookUpPrefix(options), defaults_, tokens, options) > 0) return {};
+  return ShareOnRank(leader_.RankCapacity(), tokens, options);
+}
+
+PackShare PoolEngine::ShareOnRank(const std::optional<PoolCapacity>& rank, int64_t tokens,
+                                  const PrefillOptions& options) const {
+  if (pack_room_.ranks == 0 || !rank.has_value() || tokens > pack_room_.rank_tokens) return {};
+  if (ChoosesMesh(options) || !CheckPromptOptions(model_.shape, model_name(), tokens, options).ok())
+    return {};
+  const absl::StatusOr<PlanChoice> choice = PlanFor(*rank, tokens, options, CachedPrefix());
+  if (!choice.ok() || !choice->pieces.empty()) return {};
+  return PackShareOf(model_.shape, rank->speed, correction_.factors(), choice->plan, /*pass_bytes=*/0);
+}
+
+PackRoom PoolEngine::MeasurePackRoom() const {
+  const std::optional<PoolCapacity> rank = leader_.RankCapacity();
+  if (!rank.has_value()) return {};
+  const int64_t tokens = LargestPackTokens(
+      std::min(rank->speed.slice_tokens, model_.shape.context_tokens), [&](int64_t so_many) {
+        const absl::StatusOr<PlanChoice> choice = PlanFor(*rank, so_many, PrefillOptions(), CachedPrefix());
+        return choice.ok() && choice->pieces.empty();
+      });
+  if (tokens == 0) return {};
+  PackRoom room = {.ranks = leader_.capacity().ranks, .rank_tokens = tokens};
+  if (rank->rank_memory_bytes > 0) room.rank_bytes = rank->rank_memory_bytes;
+  return room;
+}
+
+absl::StatusOr<std::vector<std::unique_ptr<Prefill>>> PoolEngine::StartPack(
+    std::span<const PrefillRequest> requests, std::span<PrefillObserver* const> observers) {
+  for (const PrefillRequest& request : requests) RETURN_IF_ERROR(Check(request));
+  std::vector<std::unique_ptr<Run>> runs;  // they take the mutex where they go
+  const MutexLock lock(mu_);
+  RETURN_IF_ERROR(CheckRoom());
+  while (leader_.MakesRoom()) changed_.WaitFor(mu_, kTick);
+  const std::optional<PoolCapacity> rank = leader_.RankCapacity();
+  Pack pack(pack_room_);
+  std::vector<Leader::PackedRequest> packed;
+  std::map<int, double> tokens_of_rank;
+  for (size_t i = 0; i < requests.size(); ++i) {
+    const int64_t tokens = std::ssize(requests[i].tokens);
+    const std::optional<int> of = pack.Add(ShareOnRank(rank, tokens, requests[i].options));
+    if (!of.has_value())
+      return absl::FailedPreconditionError("the prompt is too long by now to share a pass");
+    runs.push_back(std::make_unique<Run>(*this, requests[i], observers[i]));
+    packed.push_back({.request = runs.back()->ForLeader(), .rank = *of});
+    tokens_of_rank[*of] += static_cast<double>(tokens);
   }
-  RETURN_IF_ERROR(run->Submit());
-  return run;
+  for (Leader::PackedRequest& each : packed) {
+    each.share = static_cast<double>(each.request.tokens.size()) / tokens_of_rank.at(each.rank);
+  }
+  const bool alone = leader_.empty();
+  const std::vector<Leader::Ticket> tickets = leader_.SubmitPack(packed, pack.seconds(), MonotonicNow());
+  ++last_pack_;
+  for (size_t i = 0; i < tickets.size(); ++i) runs[i]->Attach(tickets[i], last_pack_);
+  DoActions();
+  if (tickets.empty() && alone) return absl::FailedPreconditionError("the pass does not fit the workers");
+  if (tickets.empty()) return absl::ResourceExhaustedError("the workers have no room for the pass by now");
+  std::vector<std::unique_ptr<Prefill>> prefills(std::make_move_iterator(runs.begin()),
+                                                 std::make_move_iterator(runs.end()));
+  return prefills;
 }
 
 void PoolEngine::OnConnected(ControlService::Connection connection) {
@@ -334,6 +468,8 @@ void PoolEngine::DoActions() {
     kv_leases_.OnChanged();
     PublishKv();
   }
+  const std::pair members(leader_.counters().joins, leader_.workers_to_stay());
+  if (std::exchange(pack_room_of_, members) != members) pack_room_ = MeasurePackRoom();
   std::vector<Leader::Action> actions = leader_.TakeActions();
   if (actions.empty()) return;
   for (Leader::Action& action : actions) {

@@ -8,8 +8,11 @@
 
 #include <map>
 #include <memory>
+#include <optional>
+#include <span>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
@@ -56,6 +59,12 @@ class PoolEngine final : public PrefillEngine, private ControlService::Listener 
   absl::StatusOr<std::unique_ptr<Prefill>> Start(const PrefillRequest& request,
                                                  PrefillObserver* observer) override;
 
+  // Each prompt is computed whole by one rank of a worker, behind nothing that is cached.
+  PackRoom pack_room() const override;
+  PackShare ShareOfPack(int64_t tokens, const PrefillOptions& options) const override;
+  absl::StatusOr<std::vector<std::unique_ptr<Prefill>>> StartPack(
+      std::span<const PrefillRequest> requests, std::span<PrefillObserver* const> observers) override;
+
  private:
   class Run;
 
@@ -75,6 +84,13 @@ class PoolEngine final : public PrefillEngine, private ControlService::Listener 
   void Do(Leader::LogLine& line) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void PublishKv() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void PublishMetrics() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  absl::Status Check(const PrefillRequest& request) const;
+  // RESOURCE_EXHAUSTED: as many live as may, of whom a pack is one.
+  absl::Status CheckRoom() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // Behind nothing that is cached.
+  PackShare ShareOnRank(const std::optional<PoolCapacity>& rank, int64_t tokens,
+                        const PrefillOptions& options) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  PackRoom MeasurePackRoom() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   absl::StatusOr<PlanChoice> PlanFor(const PoolCapacity& capacity, int64_t tokens,
                                      const PrefillOptions& options, const CachedPrefix& cached) const;
 
@@ -87,6 +103,10 @@ class PoolEngine final : public PrefillEngine, private ControlService::Listener 
   mutable Mutex mu_;
   CondVar changed_;
   Leader leader_ ABSL_GUARDED_BY(mu_);
+  PackRoom pack_room_ ABSL_GUARDED_BY(mu_);
+  // Who has joined until then, and how many of them stay: each change of the pool changes this.
+  std::pair<uint64_t, int> pack_room_of_ ABSL_GUARDED_BY(mu_) = {0, 0};
+  uint64_t last_pack_ ABSL_GUARDED_BY(mu_) = 0;   // of runs_
   uint64_t kv_version_ ABSL_GUARDED_BY(mu_) = 0;  // the directory's version when observers were told last
   std::map<Leader::Ticket, Run*> runs_ ABSL_GUARDED_BY(mu_);  // live runs; each leaves before its end
   bool quit_ ABSL_GUARDED_BY(mu_) = false;

@@ -112,6 +112,11 @@ void RunCoordinator::SendPrepare(Connection worker, Part& part, std::span<const 
   prepare.mutable_prefix()->Assign(kv.prefix.begin(), kv.prefix.end());
   prepare.set_more_pieces(options_.tokens_ahead > 0);
   prepare.set_tokens_ahead(static_cast<uint64_t>(options_.tokens_ahead));
+  if (options_.pack.number != 0) {
+    prepare.set_local_rank(static_cast<uint32_t>(options_.pack.local_rank));
+    prepare.set_pack(options_.pack.number);
+    prepare.set_pack_runs(static_cast<uint32_t>(options_.pack.runs));
+  }
   prepare.set_reserve_bytes(static_cast<uint64_t>(ReservedBytes(plan_, part.ranks)));
   std::vector<std::vector<uint32_t>> shards;
   for (int seat = part.first_rank; seat < part.first_rank + part.ranks; ++seat) {
@@ -137,15 +142,19 @@ RunCoordinator::Outcome RunCoordinator::OnPrepared(Connection worker, const v1::
     if (IsRetryable(status.code())) return WorkersFailed{{worker}, std::string(status.message())};
     return RequestFailed{WithWorkerName(part.name, status)};
   }
-  const int addresses = part.ranks + (options_.shares_weights ? 1 : 0);
+  const bool has_peers = options_.pack.number == 0;
+  const int addresses = has_peers ? part.ranks + (options_.shares_weights ? 1 : 0) : 0;
   if (message.hash() != part.expected_hash || message.addresses_size() != addresses) {
     return WorkersFailed{{worker}, "it prepared another run than the one it was sent", /*keep_out=*/true};
   }
-  if (const absl::Status good = CheckAddresses(part, message); !good.ok()) {
+  const absl::Status good = has_peers ? CheckAddresses(part, message) : absl::OkStatus();
+  if (!good.ok()) {
     return WorkersFailed{{worker}, std::string(good.message()), /*keep_out=*/true};
   }
   unanswered_.erase(worker);
-  for (int i = 0; i < part.ranks; ++i) seats_[part.first_rank + i].address = message.addresses(i);
+  for (int i = 0; has_peers && i < part.ranks; ++i) {
+    seats_[part.first_rank + i].address = message.addresses(i);
+  }
   if (options_.shares_weights) part.weight_address = message.addresses(part.ranks);
   if (unanswered_.empty() && !pauses_.paused()) SendRun(now);
   return {};
@@ -393,6 +402,11 @@ bool RunCoordinator::Shares(const RunCoordinator& other) const {
   });
 }
 
+absl::Duration RunCoordinator::PackTimeout() const {
+  const bool waits = options_.pack.runs > 1 && seats_.front().operations == 0;
+  return waits ? options_.prepare_timeout : absl::ZeroDuration();
+}
+
 void RunCoordinator::OnWorkerLost(Connection worker) {
   parts_.erase(worker);
   unanswered_.erase(worker);
@@ -418,7 +432,7 @@ RunCoordinator::Outcome RunCoordinator::OnTick(absl::Time now) const {
         hung, absl::StrCat("its compute loop stood still for ", absl::FormatDuration(hang_timeout_))};
   }
   // All wait for each other and no stream has ended: chunks get lost between them.
-  if (now - last_move >= 2 * hang_timeout_) return RunFailed{"no rank makes progress"};
+  if (now - last_move >= 2 * hang_timeout_ + PackTimeout()) return RunFailed{"no rank makes progress"};
   return {};
 }
 

@@ -51,12 +51,18 @@ class RunCoordinator {
  public:
   using Connection = LeaderActions::Connection;
 
+  struct Pack {           // whose pass it shares, as Prepare has it
+    uint64_t number = 0;  // 0: it shares none
+    int local_rank = 0;   // its worker's rank
+    int runs = 0;
+  };
   struct Options {
     int layers = 1;  // the model's layers
     int64_t vocab = 1;
     bool shares_weights = false;  // the workers gather them from each other
     int64_t tokens_ahead = 0;     // prompt tokens of later runs; above 0: this run has no logits
     std::vector<int> pool_ranks;  // by seat: which of the pool's ranks sits there
+    Pack pack = {};
     absl::Duration hang_timeout;
     absl::Duration prepare_timeout;  // plus a second for each million tokens
     absl::Duration stop_timeout;
@@ -178,6 +184,8 @@ class RunCoordinator {
   void MaybeHalt(absl::Time now);  // once all have answered
   // How long its ranks have computed, without pauses.
   absl::Duration Computed(absl::Time now) const { return now - pauses_.Total(now) - runs_since_; }
+  // How long it may wait for the others of its pass, which are still prepared.
+  absl::Duration PackTimeout() const;
   Outcome Finish(absl::Time now);
   void TakeLinks(RunResult& result);
   void BeginStopping(absl::Time now);

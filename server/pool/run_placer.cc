@@ -21,6 +21,15 @@ std::vector<LeaderActions::Connection> Seated(const Plan& plan, const HeldRuns::
   return seated;
 }
 
+PoolCapacity OneRankOf(PoolCapacity capacity) {
+  capacity.ranks = 1;
+  capacity.first_seats = {0};
+  capacity.topology.node_of_seat = {0};
+  capacity.speed.lone_rank_speedup = 1;
+  capacity.shared_weights.reset();
+  return capacity;
+}
+
 }  // namespace
 
 RunPlacer::RunPlacer(PoolPlanner planner, const Membership& members, const LinkSurvey& survey,
@@ -29,6 +38,7 @@ RunPlacer::RunPlacer(PoolPlanner planner, const Membership& members, const LinkS
 
 absl::StatusOr<std::optional<PlacedRun>> RunPlacer::Place(RunId run, LiveRequest& live) {
   if (live.pieces.has_value()) return PlaceNextPiece(run, live);
+  if (live.pack.has_value()) return PlaceInPack(run, live);
   KvSlabs prefix = kv_.FindPrefix(live.request.options);
   if (live.request.options.submeshes > 1) {
     if (std::optional<PlacedRun> planned = PlaceOnSubmesh(run, live, prefix)) return planned;
@@ -104,6 +114,41 @@ absl::StatusOr<std::optional<PlacedRun>> RunPlacer::PlaceNextPiece(RunId run, Li
                    .plan = std::move(plan),
                    .shares_weights = pieces.shares_weights(),
                    .kv = std::move(kv)};
+}
+
+absl::StatusOr<std::optional<PlacedRun>> RunPlacer::PlaceInPack(RunId run, LiveRequest& live) {
+  const auto worker = members_.all().find(live.pack->worker);
+  if (worker == members_.all().end()) return absl::FailedPreconditionError("its worker is gone");
+  const HeldRuns::Workers only = {&worker->second};
+  ASSIGN_OR_RETURN(PlanChoice choice, planner_(OneRankOf(CapacityOn(only)), std::ssize(live.request.tokens),
+                                               live.request.options, CachedPrefix()));
+  if (!choice.pieces.empty()) return absl::FailedPreconditionError("it is too long to share a pass");
+  // A rank that computes all of them stands still no longer than the pass takes.
+  Prediction& predicted = choice.plan.predicted;
+  predicted.compute_seconds = std::max(predicted.compute_seconds, live.pack->seconds);
+  predicted.seconds = live.pack->seconds;
+  KvSlabs no_prefix;
+  return Begin(run, live, std::move(choice), no_prefix, only);
+}
+
+std::optional<std::pair<LeaderActions::Connection, int>> RunPlacer::PlaceOfRank(int rank) const {
+  for (const Membership::Worker* worker : members_.ByPlace()) {
+    const auto ranks = static_cast<int>(worker->offer.ranks());
+    if (rank < ranks) return std::pair(worker->connection, rank);
+    rank -= ranks;
+  }
+  return std::nullopt;
+}
+
+std::optional<PoolCapacity> RunPlacer::RankCapacity() const {
+  const HeldRuns::Workers workers = members_.ByPlace();
+  const bool alike = std::all_of(workers.begin(), workers.end(), [](const Membership::Worker* worker) {
+    const v1::Join& offer = worker->offer;
+    return offer.rows_independent() && offer.messages_mix() && !offer.weights().streamed() &&
+           !offer.weights().sharded();
+  });
+  if (workers.empty() || !alike) return std::nullopt;
+  return OneRankOf(CapacityOn(workers));
 }
 
 void RunPlacer::KeepPieces(LiveRequest& live) {

@@ -3,6 +3,8 @@
 //
 //     pieces begun? ── the next one, on their workers
 //          │ no
+//     in a pack? ───── its rank
+//          │ no
 //     sub-meshes? ──── the one on which fewest compute, of these one that has what is cached of the prompt
 //          │ none has room
 //     the whole pool, or the workers that have the prefix, where that is faster
@@ -14,6 +16,7 @@
 #include <cstdint>
 #include <functional>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "absl/status/statusor.h"
@@ -51,6 +54,11 @@ class RunPlacer {
   HeldRuns::Workers WorkersFor(const LiveRequest& live) const;
   // Keeps what a request has of its prompt in pieces, and their room, after a run of it that failed.
   void KeepPieces(LiveRequest& live);
+  // The worker that has the pool's rank of that number, and which of its ranks that is. None: it is gone.
+  std::optional<std::pair<LeaderActions::Connection, int>> PlaceOfRank(int rank) const;
+  // Of any one rank, beside others that compute. None: prompts share no pass in this pool, as a worker's rows
+  // depend on what is beside them, or its weights are not all there.
+  std::optional<PoolCapacity> RankCapacity() const;
   // Of the smallest of so many sub-meshes. None: there are fewer workers, or they share weights.
   std::optional<PoolCapacity> SubmeshCapacity(int submeshes) const;
 
@@ -60,6 +68,8 @@ class RunPlacer {
   // On the whole pool, or on the workers that have the prefix.
   absl::StatusOr<std::optional<PlacedRun>> PlaceBehind(RunId run, LiveRequest& live, KvSlabs& prefix);
   absl::StatusOr<std::optional<PlacedRun>> PlaceNextPiece(RunId run, LiveRequest& live);
+  // On its rank of its pack, behind nothing that is cached. FAILED_PRECONDITION: it is too long by now.
+  absl::StatusOr<std::optional<PlacedRun>> PlaceInPack(RunId run, LiveRequest& live);
   // Lets go of a prefix that the choice is not behind: others may need its room.
   absl::StatusOr<std::optional<PlacedRun>> Begin(RunId run, LiveRequest& live, PlanChoice choice,
                                                  KvSlabs& prefix, HeldRuns::Workers workers);

@@ -1,6 +1,7 @@
 #include "server/pool/worker/active_run.h"
 
 #include <algorithm>
+#include <span>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -19,8 +20,13 @@ constexpr absl::Duration kReadersLetGo = absl::Milliseconds(500);
 
 }  // namespace
 
-ActiveRun::ActiveRun(WorkerMachine::RunPart part, const Worker& worker, Events events)
-    : part_(std::move(part)), worker_(worker), events_(std::move(events)), seats_(part_.shards.size()) {
+ActiveRun::ActiveRun(WorkerMachine::RunPart part, const Worker& worker, Events events,
+                     std::shared_ptr<RankPack> pack)
+    : part_(std::move(part)),
+      worker_(worker),
+      events_(std::move(events)),
+      pack_(std::move(pack)),
+      seats_(part_.shards.size()) {
   if (worker_.data_plane.messages_mix() || part_.plan.ranks() == 1) return;
   gate_ = std::make_unique<MessageGate>(static_cast<int>(seats_.size()),
                                         [this](uint64_t pause) { OnStill(pause); });
@@ -45,7 +51,7 @@ absl::Status ActiveRun::Reserve() {
   }
   for (size_t i = 0; i < seats_.size(); ++i) {
     ASSIGN_OR_RETURN(BufferRef reservation,
-                     worker_.pool.devices[i]->Allocate(static_cast<size_t>(bytes) / seats_.size()));
+                     worker_.pool.devices[local(i)]->Allocate(static_cast<size_t>(bytes) / seats_.size()));
     reservations_.push_back(std::move(reservation));
   }
   return absl::OkStatus();
@@ -70,8 +76,9 @@ absl::Status ActiveRun::BeginKv() {
 }
 
 absl::Status ActiveRun::OpenStreams() {
+  if (pack_ != nullptr) return absl::OkStatus();
   for (size_t i = 0; i < seats_.size(); ++i) {
-    ASSIGN_OR_RETURN(std::unique_ptr<Stream> stream, worker_.pool.devices[i]->NewStream(&stop_));
+    ASSIGN_OR_RETURN(std::unique_ptr<Stream> stream, worker_.pool.devices[local(i)]->NewStream(&stop_));
     seats_[i].stream = std::make_unique<CountingStream>(std::move(stream));
   }
   return absl::OkStatus();
@@ -79,6 +86,7 @@ absl::Status ActiveRun::OpenStreams() {
 
 absl::StatusOr<std::vector<std::string>> ActiveRun::Listen() {
   std::vector<std::string> addresses;
+  if (pack_ != nullptr) return addresses;  // its rank has no peers
   for (size_t i = 0; i < seats_.size(); ++i) {
     ASSIGN_OR_RETURN(std::unique_ptr<Endpoint> endpoint, ListenFor(i));
     addresses.push_back(endpoint->address());
@@ -110,10 +118,10 @@ void ActiveRun::Start(std::vector<std::string> addresses, std::vector<LinkProbe>
   for (size_t i = 0; i < seats_.size(); ++i) {
     reads_head.push_back(ReadsHead(part_.plan, rank(i), part_.tokens_ahead == 0));
   }
-  OpenWeights(reads_head);
+  if (pack_ == nullptr) OpenWeights(reads_head);
   started_.store(true, std::memory_order_release);
   ranks_.Start(
-      static_cast<int>(seats_.size()), [this](int i) { return RunSeat(i); },
+      static_cast<int>(seats_.size()), [this](int i) { return pack_ != nullptr ? RunInPack() : RunSeat(i); },
       [this](int i, absl::StatusOr<RankOutput> output) {
         events_.on_rank_done(seat(i), BlameDevice(i, std::move(output)));
       });
@@ -123,7 +131,7 @@ int64_t ActiveRun::Pause(uint64_t number) {
   const MutexLock lock(pause_mu_);
   pause_ = number;
   if (number > 0 && gate_ != nullptr) return gate_->Close(number);
-  stop_.Pause();
+  pack_ != nullptr ? pack_->Pause(part_.number) : stop_.Pause();
   return 0;
 }
 void ActiveRun::PauseAt(uint64_t number, int64_t messages) {
@@ -133,13 +141,14 @@ void ActiveRun::Resume() {
   {
     const MutexLock lock(pause_mu_);
     pause_ = 0;
-    stop_.Resume();
+    pack_ != nullptr ? pack_->Resume(part_.number) : stop_.Resume();
   }
   if (gate_ != nullptr) gate_->Open();
 }
 
 void ActiveRun::Abort(const absl::Status& reason) {
   stop_.Stop();
+  if (pack_ != nullptr) pack_->Abort(reason);
   if (gate_ != nullptr) gate_->Stop();
   const MutexLock lock(mu_);
   if (abort_reason_.ok()) abort_reason_ = reason;
@@ -186,11 +195,12 @@ std::vector<WorkerMachine::RankProgress> ActiveRun::progress() const {
   if (ended_ || !started_.load(std::memory_order_acquire)) return all;
   for (size_t i = 0; i < seats_.size(); ++i) {
     const Seat& rank_seat = seats_[i];
-    const uint64_t operations = rank_seat.stream->operations();
+    const uint64_t operations = pack_ != nullptr ? pack_->operations() : rank_seat.stream->operations();
     if (rank_seat.connecting) rank_seat.connecting_reports += 2;
     all.push_back({.rank = seat(i),
                    .layers_done = rank_seat.layers_done.load(std::memory_order_relaxed),
-                   .operations = operations + rank_seat.connecting_reports + weights_->reads(i),
+                   .operations = operations + rank_seat.connecting_reports +
+                                 (weights_.has_value() ? weights_->reads(i) : 0),
                    .computing = operations % 2 == 1,
                    .has_computed = operations > 0});
   }
@@ -198,7 +208,7 @@ std::vector<WorkerMachine::RankProgress> ActiveRun::progress() const {
 }
 
 absl::StatusOr<std::unique_ptr<Endpoint>> ActiveRun::ListenFor(size_t i) const {
-  return worker_.data_plane.Listen({.local_rank = static_cast<int>(i),
+  return worker_.data_plane.Listen({.local_rank = static_cast<int>(local(i)),
                                     .rank = rank(i),
                                     .ranks = part_.plan.ranks(),
                                     .epoch = part_.epoch,
@@ -208,7 +218,8 @@ absl::StatusOr<std::unique_ptr<Endpoint>> ActiveRun::ListenFor(size_t i) const {
 
 void ActiveRun::OpenWeights(const std::vector<bool>& reads_head) {
   if (!SharesWeights()) {
-    weights_.emplace(worker_.pool.models, worker_.pool.peers.get(), reads_head, &stop_);
+    weights_.emplace(std::span(worker_.pool.models).subspan(local(0)), worker_.pool.peers.get(), reads_head,
+                     &stop_);
     return;
   }
   const size_t ranks = std::min(addresses_.size(), static_cast<size_t>(part_.plan.ranks()));
@@ -230,10 +241,11 @@ void ActiveRun::OpenWeights(const std::vector<bool>& reads_head) {
 
 absl::StatusOr<RankOutput> ActiveRun::BlameDevice(size_t i, absl::StatusOr<RankOutput> output) {
   if (output.ok()) return output;
-  seats_[i].stream->Mark().IgnoreError();  // fails where the device has: lost() says so from then on
-  if (!worker_.pool.devices[i]->lost()) return output;
+  // Fails where the device has: lost() says so from then on.
+  if (pack_ == nullptr) seats_[i].stream->Mark().IgnoreError();
+  if (!worker_.pool.devices[local(i)]->lost()) return output;
   worker_.lost = true;
-  return absl::UnavailableError(absl::StrCat("a device (", worker_.pool.device_names[i],
+  return absl::UnavailableError(absl::StrCat("a device (", worker_.pool.device_names[local(i)],
                                              ") has failed under rank ", seat(i), ": ",
                                              output.status().message()));
 }
@@ -256,7 +268,7 @@ absl::StatusOr<RankOutput> ActiveRun::RunSeat(size_t i) {
                              .tokens_ahead = part_.tokens_ahead};
   absl::StatusOr<RankOutput> output = RunRank(
       {.prompts = {&prompt, 1},
-       .model = *worker_.pool.models[i],
+       .model = *worker_.pool.models[local(i)],
        .weights = weights_->feed(i),
        .reader = weights_->reader(i),
        .rank = rank(i),
@@ -270,6 +282,13 @@ absl::StatusOr<RankOutput> ActiveRun::RunSeat(size_t i) {
        .gate_rank = static_cast<int>(i)});
   if (output.ok()) output->stats.total_seconds -= absl::ToDoubleSeconds(stop_.PausedTime() - paused_before);
   return output;
+}
+
+absl::StatusOr<RankOutput> ActiveRun::RunInPack() {
+  Seat& seat = seats_.front();
+  return pack_->Compute(
+      {.plan = part_.plan, .ids = part_.shards.front(), .kv = kv_.get(), .prefix = prefix_.get()},
+      [&seat](int layer) { seat.layers_done.store(layer + 1, std::memory_order_relaxed); });
 }
 
 void ActiveRun::OnStill(uint64_t pause) {

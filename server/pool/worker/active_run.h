@@ -29,6 +29,7 @@
 #include "server/pool/run_plan.h"
 #include "server/pool/worker/counting_stream.h"
 #include "server/pool/worker/held_kv.h"
+#include "server/pool/worker/rank_pack.h"
 #include "server/pool/worker/worker_machine.h"
 
 namespace meshfill {
@@ -50,7 +51,8 @@ class ActiveRun {
     std::function<void(int rank, int strangers)> on_strangers;  // refused at the rank's data port, so far
   };
 
-  ActiveRun(WorkerMachine::RunPart part, const Worker& worker, Events events);
+  // `pack`: where it shares a pass with others; null: it does not.
+  ActiveRun(WorkerMachine::RunPart part, const Worker& worker, Events events, std::shared_ptr<RankPack> pack);
 
   uint64_t number() const { return part_.number; }
   uint64_t data_plane_run() const { return DataPlaneRun(part_.epoch, part_.number, Traffic::kQ); }
@@ -84,7 +86,7 @@ class ActiveRun {
 
  private:
   struct Seat {
-    std::unique_ptr<CountingStream> stream;  // outlives the communicator
+    std::unique_ptr<CountingStream> stream;  // outlives the communicator; null: it computes in a pack
     std::unique_ptr<Endpoint> endpoint;
     std::unique_ptr<Communicator> communicator;
     std::atomic<int> layers_done{0};
@@ -93,13 +95,15 @@ class ActiveRun {
     mutable std::atomic<uint64_t> connecting_reports{0};
   };
 
-  int seat(size_t i) const { return part_.first_rank + static_cast<int>(i); }  // seat in the run
-  int rank(size_t i) const { return part_.plan.RankAt(seat(i)); }              // rank of the plan
+  int seat(size_t i) const { return part_.first_rank + static_cast<int>(i); }         // seat in the run
+  int rank(size_t i) const { return part_.plan.RankAt(seat(i)); }                     // rank of the plan
+  size_t local(size_t i) const { return static_cast<size_t>(part_.local_rank) + i; }  // of this worker
 
   absl::StatusOr<std::unique_ptr<Endpoint>> ListenFor(size_t i) const;
   // Begins to read or gather. The ranks measure their links first, where they do.
   void OpenWeights(const std::vector<bool>& reads_head);
   absl::StatusOr<RankOutput> RunSeat(size_t i);
+  absl::StatusOr<RankOutput> RunInPack();
   // Says so where a rank failed because its device is lost.
   absl::StatusOr<RankOutput> BlameDevice(size_t i, absl::StatusOr<RankOutput> output);
   void OnStill(uint64_t pause);  // from here to Resume no time counts
@@ -107,6 +111,7 @@ class ActiveRun {
   WorkerMachine::RunPart part_;
   const Worker worker_;
   const Events events_;
+  const std::shared_ptr<RankPack> pack_;   // null: it shares no pass
   std::shared_ptr<const KvSlabs> prefix_;  // K and V of the plan's cached tokens; null: there are none
   std::shared_ptr<KvPrompt> kv_;           // null: K and V are dropped
   std::vector<BufferRef> reservations_;    // hold the memory that the run will take; until it starts

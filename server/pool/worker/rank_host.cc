@@ -1,5 +1,6 @@
 #include "server/pool/worker/rank_host.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -14,6 +15,7 @@
 #include "server/pool/model_id.h"
 #include "server/pool/offered_speed.h"
 #include "server/pool/worker/active_run.h"
+#include "server/pool/worker/rank_pack.h"
 
 namespace meshfill {
 
@@ -91,6 +93,8 @@ void RankHost::Describe(v1::Join& offer) const {
   offer.set_data_plane(data_plane_->kind());
   offer.set_messages_mix(data_plane_->messages_mix());
   offer.set_many_messages(data_plane_->many_messages());
+  offer.set_rows_independent(std::all_of(pool_.devices.begin(), pool_.devices.end(),
+                                         [](const auto& device) { return device->rows_are_independent(); }));
   offer.set_kv_on_host(!pool_.hardware->in_host_memory());
   offer.set_peak_flops(pool_.peak_flops);
   *offer.mutable_model() = model_id_;
@@ -162,19 +166,36 @@ absl::StatusOr<std::vector<std::string>> RankHost::PrepareNow(WorkerMachine::Run
             listener_.OnRunPaused(number, pause, /*messages=*/0, /*still=*/true);
           },
       .on_strangers = [this](int rank, int strangers) { LogRejectedPeers(rank, strangers); }};
-  auto run = std::make_shared<ActiveRun>(
-      std::move(part), ActiveRun::Worker{pool_, sharded_.get(), *data_plane_, kv_, lost_}, std::move(events));
+  absl::StatusOr<std::shared_ptr<RankPack>> pack = PackOf(part);
+  auto run = std::make_shared<ActiveRun>(std::move(part),
+                                         ActiveRun::Worker{pool_, sharded_.get(), *data_plane_, kv_, lost_},
+                                         std::move(events), pack.ok() ? *pack : nullptr);
   {
     const MutexLock lock(mu_);
     runs_[run->number()] = run;
     if (stopping_.contains(run->number())) return absl::CancelledError("stopped before it was prepared");
   }
+  RETURN_IF_ERROR(pack.status());
   RETURN_IF_ERROR(run->CheckWeights());
   if (!run->SharesWeights()) MakeRoom();
   RETURN_IF_ERROR(run->Reserve());
   RETURN_IF_ERROR(run->BeginKv());
   RETURN_IF_ERROR(run->OpenStreams());
   return run->Listen();
+}
+
+absl::StatusOr<std::shared_ptr<RankPack>> RankHost::PackOf(const WorkerMachine::RunPart& part) {
+  std::erase_if(packs_, [](const auto& each) { return each.second.expired(); });
+  if (!part.pack.has_value()) return nullptr;
+  std::weak_ptr<RankPack>& held = packs_[{part.epoch, part.pack->number, part.local_rank}];
+  std::shared_ptr<RankPack> pack = held.lock();
+  if (pack == nullptr) {
+    held = pack = std::make_shared<RankPack>(pool_, part.local_rank, part.pack->runs);
+  } else if (pack->runs() != part.pack->runs) {
+    return absl::InternalError(absl::StrCat("the leader lets ", part.pack->runs, " runs share pass ",
+                                            part.pack->number, ", and said ", pack->runs(), " before"));
+  }
+  return pack;
 }
 
 // The leader counts the shares of the runs that live alone.

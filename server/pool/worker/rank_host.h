@@ -4,9 +4,10 @@
 // Stop also raises the run's stop token and aborts its communicators there and then, so that no wait outlives
 // it. Thread-safe.
 //
-// Runs know nothing of each other: each rank of each has a thread, a stream and connections of its own. One
-// that stands still keeps its memory and these alone. Where messages of runs do not mix (data_plane.h), its
-// ranks stand still where those of its other workers do (message_gate.h).
+// Runs know nothing of each other: each rank of each has a thread, a stream and connections of its own, but
+// for those that share a pass (rank_pack.h). One that stands still keeps its memory and these alone. Where
+// messages of runs do not mix (data_plane.h), its ranks stand still where those of its other workers do
+// (message_gate.h).
 #ifndef MESHFILL_SERVER_POOL_WORKER_RANK_HOST_H_
 #define MESHFILL_SERVER_POOL_WORKER_RANK_HOST_H_
 
@@ -19,6 +20,7 @@
 #include <set>
 #include <string>
 #include <thread>
+#include <tuple>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
@@ -35,6 +37,7 @@
 namespace meshfill {
 
 class ActiveRun;
+class RankPack;
 
 class RankHost {
  public:
@@ -105,6 +108,8 @@ class RankHost {
   void Post(std::function<void()> work);
   void Work();  // the host's thread
   absl::StatusOr<std::vector<std::string>> PrepareNow(WorkerMachine::RunPart part);
+  // That of a new run; null: it shares no pass. INTERNAL: others say otherwise how many do.
+  absl::StatusOr<std::shared_ptr<RankPack>> PackOf(const WorkerMachine::RunPart& part);
   void EndRun(uint64_t run, bool went_well);
   void AbortAll();
   bool IsStopping(uint64_t run) const;
@@ -119,6 +124,8 @@ class RankHost {
   const v1::ModelId model_id_;
   HeldKv kv_;
   Listener& listener_;
+  // By epoch, number and rank; used on the host's thread alone.
+  std::map<std::tuple<uint64_t, uint64_t, int>, std::weak_ptr<RankPack>> packs_;
   std::atomic<bool> rejected_peers_logged_{false};
   std::atomic<bool> lost_{false};
 

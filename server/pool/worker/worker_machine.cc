@@ -14,6 +14,7 @@ namespace {
 // More than any machine has. Sums of a few do not overflow.
 constexpr uint64_t kMostBytes = uint64_t{1} << 60;
 constexpr uint64_t kMostTokens = uint64_t{1} << 32;
+constexpr uint32_t kMostPackRuns = 4096;
 constexpr size_t kMostTroubles = 16;  // that a worker remembers to have logged
 
 }  // namespace
@@ -65,20 +66,28 @@ void WorkerMachine::SendProgress(const ProgressOfRuns& progress) {
   for (const auto& [number, run] : runs_) {
     if (run.phase != Phase::kRunning) continue;
     computes = true;
-    v1::WorkerProgress& message = *AddMessage(run.part.epoch).mutable_progress();
-    message.set_run(number);
-    const auto ranks = progress.find(number);
-    if (ranks == progress.end()) continue;
-    for (const RankProgress& each : ranks->second) {
-      v1::WorkerProgress::Rank& rank = *message.add_ranks();
-      rank.set_rank(static_cast<uint32_t>(each.rank));
-      rank.set_layers_done(static_cast<uint32_t>(each.layers_done));
-      rank.set_operations(each.operations);
-      rank.set_computing(each.computing);
-      rank.set_has_computed(each.has_computed);
-    }
+    AddProgress(number, run, progress);
   }
   if (!computes) AddMessage(epoch_).mutable_progress();
+}
+
+void WorkerMachine::SendProgressOf(uint64_t number, const ProgressOfRuns& progress) {
+  if (const ActiveRun* run = Find(number, Phase::kRunning)) AddProgress(number, *run, progress);
+}
+
+void WorkerMachine::AddProgress(uint64_t number, const ActiveRun& run, const ProgressOfRuns& progress) {
+  v1::WorkerProgress& message = *AddMessage(run.part.epoch).mutable_progress();
+  message.set_run(number);
+  const auto ranks = progress.find(number);
+  if (ranks == progress.end()) return;
+  for (const RankProgress& each : ranks->second) {
+    v1::WorkerProgress::Rank& rank = *message.add_ranks();
+    rank.set_rank(static_cast<uint32_t>(each.rank));
+    rank.set_layers_done(static_cast<uint32_t>(each.layers_done));
+    rank.set_operations(each.operations);
+    rank.set_computing(each.computing);
+    rank.set_has_computed(each.has_computed);
+  }
 }
 
 void WorkerMachine::OnMessage(Connection connection, const v1::LeaderMessage& message, absl::Time now) {
@@ -233,6 +242,18 @@ void WorkerMachine::OnPrepare(const v1::Prepare& message, uint64_t epoch) {
     status = absl::InternalError(absl::StrCat("the leader gave ", ranks, " ranks from ", message.first_rank(),
                                               " to a worker of ", options_.offer.ranks()));
   }
+  if (status.ok() && message.local_rank() + ranks > options_.offer.ranks()) {
+    status =
+        absl::InternalError(absl::StrCat("the leader gave ", ranks, " ranks from its rank ",
+                                         message.local_rank(), " to a worker of ", options_.offer.ranks()));
+  }
+  if (status.ok() && message.pack() != 0 &&
+      (plan->ranks() != 1 || message.pack_runs() < 1 || message.pack_runs() > kMostPackRuns ||
+       message.weight_shares() > 0 || message.tokens_ahead() > 0)) {
+    status = absl::InternalError(
+        absl::StrCat("the leader lets ", message.pack_runs(), " runs of ", plan->ranks(),
+                     " ranks share a pass, which only whole prompts on one rank with all weights do"));
+  }
   std::vector<HeldKv::RunTokens> prefix;
   uint64_t prefix_tokens = 0;
   for (const v1::RunTokens& of_run : message.prefix()) {
@@ -279,7 +300,12 @@ void WorkerMachine::OnPrepare(const v1::Prepare& message, uint64_t epoch) {
                          .weights = weights,
                          .prefix = std::move(prefix),
                          .tokens_ahead = static_cast<int64_t>(message.tokens_ahead()),
+                         .local_rank = static_cast<int>(message.local_rank()),
+                         .pack = std::nullopt,
                          .shards = std::vector<std::vector<uint32_t>>(ranks)}};
+  if (message.pack() != 0) {
+    run.part.pack = {.number = message.pack(), .runs = static_cast<int>(message.pack_runs())};
+  }
   if (message.has_keep_kv()) {
     run.part.keep_kv = {.lease = message.keep_kv().lease(),
                         .tenant = message.keep_kv().tenant(),

@@ -71,6 +71,12 @@ class WorkerMachine {
     int head = 0;       // the share of whose worker reads the LM head
   };
 
+  // The runs that share a pass of one rank, each with a prompt of its own.
+  struct RunPack {
+    uint64_t number = 0;
+    int runs = 0;
+  };
+
   // The part of a run that this worker takes.
   struct RunPart {
     uint64_t number = 0;
@@ -82,6 +88,8 @@ class WorkerMachine {
     RunWeights weights = {};
     std::vector<HeldKv::RunTokens> prefix;  // runs that computed K and V of the plan's cached tokens
     int64_t tokens_ahead = 0;               // prompt tokens of later runs; above 0: this run has no logits
+    int local_rank = 0;                     // the worker's, of the first seat; the others follow
+    std::optional<RunPack> pack;            // none: the run shares no pass
     std::vector<std::vector<uint32_t>> shards;  // tokens by rank of this worker, by slot
   };
 
@@ -150,8 +158,8 @@ class WorkerMachine {
   void Start(absl::Time now);
   void OnMessage(Connection connection, const v1::LeaderMessage& message, absl::Time now);
   void OnDisconnected(Connection connection, const absl::Status& why, absl::Time now);
-  void OnTick(absl::Time now, const ProgressOfRuns& progress);  // a few times in a second
-  void SendProgress(const ProgressOfRuns& progress);            // at once
+  void OnTick(absl::Time now, const ProgressOfRuns& progress);           // a few times in a second
+  void SendProgressOf(uint64_t number, const ProgressOfRuns& progress);  // at once, if it runs
   // Finish the runs, leave, exit. The leader lets go once nobody needs what this worker holds.
   void Drain(absl::Time now);
 
@@ -177,6 +185,8 @@ class WorkerMachine {
     uint64_t hash = 0;     // RunHash, once the shards are complete: they go to the host
   };
 
+  void SendProgress(const ProgressOfRuns& progress);
+  void AddProgress(uint64_t number, const ActiveRun& run, const ProgressOfRuns& progress);
   void OnRefused(const v1::Refused& refused, absl::Time now);
   void OnPrepare(const v1::Prepare& message, uint64_t epoch);
   void OnShard(const v1::Shard& message);

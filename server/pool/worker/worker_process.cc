@@ -174,7 +174,7 @@ class WorkerProcess::Impl final : private ControlClient::Listener, private RankH
   void OnMessage(ControlClient::Connection connection, const v1::LeaderMessage& message) override {
     Handle([&](WorkerMachine& machine) {
       // Whether its ranks computed tells the leader whether a prompt may be to blame.
-      if (message.has_abort()) machine.SendProgress(host_->progress());
+      if (message.has_abort()) machine.SendProgressOf(message.abort().run(), host_->progress());
       machine.OnMessage(connection, message, MonotonicNow());
     });
   }
@@ -189,7 +189,7 @@ class WorkerProcess::Impl final : private ControlClient::Listener, private RankH
       // The leader hears of a lost device once: by the end of this process.
       if (host_->lost()) return;
       // It blames a prompt for a failure only once its ranks have computed.
-      if (!output.ok()) machine.SendProgress(host_->progress());
+      if (!output.ok()) machine.SendProgressOf(run, host_->progress());
       machine.OnRankDone(run, rank, std::move(output));
     });
   }

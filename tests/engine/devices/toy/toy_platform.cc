@@ -37,6 +37,8 @@ class Toys final : public PoolDevices {
   absl::StatusOr<PoolSpeed> MeasureSpeed(const ModelShape&, DevicesByRank devices) const override {
     return PoolSpeed{.gemm_flops_per_second = 1e8,
                      .attention_flops_per_second = 1e8,
+                     .merge_bytes_per_second = 1e9,
+                     .lm_head_bytes_per_second = 1e9,
                      .slice_tokens = devices.front()->grain().slice_tokens};
   }
   absl::StatusOr<double> PeakFlops(DevicesByRank) const override { return 1e9 * count(); }

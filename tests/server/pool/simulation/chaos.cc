@@ -74,6 +74,7 @@ void PoolSimulation::Chaos() {
       offer.set_name(node.name);
       offer.set_ranks(1);
       offer.set_messages_mix(messages_mix_);
+      offer.set_rows_independent(packs_);
       *offer.mutable_model() = SimulatedModel();
       *offer.mutable_speed() = SimulatedSpeed();
       leader_->OnConnected(id, now_);

@@ -16,6 +16,7 @@ namespace meshfill {
 namespace {
 
 constexpr int kBlockTokens = 2;
+constexpr int kAllLengths = 6, kShortLengths = 4;  // of prompts: DrawPrompt
 // From the last fault to a pool that is whole again, kKeptOut included.
 constexpr absl::Duration kSettle = absl::Seconds(10);
 constexpr absl::Duration kHealed = absl::Seconds(60);  // the same beside runs that met the fault late: paused
@@ -23,7 +24,7 @@ constexpr absl::Duration kHealed = absl::Seconds(60);  // the same beside runs t
 }  // namespace
 
 void PoolSimulation::SubmitNext() {
-  if (leader_ == nullptr || std::ssize(requests_) >= most_requests_) return SubmitAgainAfter(DrawMs(20, 200));
+  if (leader_ == nullptr || LiveOfClients() >= most_requests_) return SubmitAgainAfter(DrawMs(20, 200));
   if (requests_left_ <= 0 && !healed_) return SubmitAgainAfter(DrawMs(100, 300));
   const bool last = requests_left_ <= 0;  // alone, in a pool that is whole
   const bool alone = requests_.empty() && (!small_ || leader_->kv_counts().leases == 0);
@@ -33,8 +34,17 @@ void PoolSimulation::SubmitNext() {
     return SubmitAgainAfter(DrawMs(100, 1000));
   }
   --requests_left_;
+  if (!last && packs_ && Chance(0.3) && leader_->RankCapacity().has_value()) return SubmitPackNext();
+  const Leader::Ticket ticket = SubmitAlone(DrawRequest(last, /*for_pack=*/false));
+  if (Chance(0.6)) GiveTurn(ticket);
+  if (last) return;
+  SubmitAgainAfter(DrawMs(1, 600));
+  if (requests_.contains(ticket) && Chance(0.15)) CancelAfter(DrawMs(0, 600), ticket);
+}
+
+PoolSimulation::DrawnRequest PoolSimulation::DrawRequest(bool last, bool for_pack) {
   ClientRequest request;
-  request.tokens = DrawPrompt();
+  request.tokens = DrawPrompt(for_pack ? kShortLengths : kAllLengths);
   request.poisonous = !last && !healed_ && Chance(quiet_ ? 0.25 : 0.1);
   if (request.poisonous) request.tokens[Draw(0, static_cast<int>(request.tokens.size()) - 1)] = kPoison;
   if (request.poisonous) last_fault_end_ = std::max(last_fault_end_, now_);
@@ -52,25 +62,37 @@ void PoolSimulation::SubmitNext() {
     options.block_names = std::make_shared<const KvBlockNames>(KvBlockNames{
         .tenant = request.cache_tenant, .block_tokens = kBlockTokens, .hashes = hasher.hashes()});
   }
-  if (!last && side_by_side_ && Chance(0.7)) options.submeshes = request.submeshes = Draw(1, 2) * 2;
+  if (!last && !for_pack && side_by_side_ && Chance(0.7)) {
+    options.submeshes = request.submeshes = Draw(1, 2) * 2;
+  }
   if (!last && Chance(0.95)) options.kv_lease = AdmitKv(std::ssize(request.tokens));
   request.lease = options.kv_lease;
+  return {.client = std::move(request), .options = std::move(options)};
+}
+
+Leader::Ticket PoolSimulation::SubmitAlone(DrawnRequest drawn) {
+  ClientRequest& request = drawn.client;
   const Leader::Ticket ticket =
-      leader_->Submit({.id = "r", .tokens = request.tokens, .options = options}, now_);
+      leader_->Submit({.id = "r", .tokens = request.tokens, .options = drawn.options}, now_);
   if (leader_->CrowdedOut(ticket)) ++census_.crowded_out;
   requests_.emplace(ticket, std::move(request));  // its tokens stay where they are
   DoLeaderActions();
-  if (Chance(0.6)) GiveTurn(ticket);
-  if (last) return;
-  SubmitAgainAfter(DrawMs(1, 600));
-  if (!requests_.contains(ticket) || !Chance(0.15)) return;
-  After(DrawMs(0, 600), -1, [this, ticket, incarnation = leader_incarnation_] {
+  return ticket;
+}
+
+void PoolSimulation::CancelAfter(absl::Duration delay, Leader::Ticket ticket) {
+  After(delay, -1, [this, ticket, incarnation = leader_incarnation_] {
     if (leader_ == nullptr || incarnation != leader_incarnation_) return;
     const bool lives = requests_.contains(ticket);
     if (lives) requests_.at(ticket).cancelled = true;
+    if (const RunId run = leader_->run_of(ticket); run != 0) {
+      Note(absl::StrCat("the client of run ", run, " goes"));
+      runs_told_.at(run).left = true;
+    }
     leader_->CancelRequest(ticket, absl::CancelledError("client"), now_);
-    if (lives && requests_.size() == 1) CheckNothingRuns();
+    const bool was_last = lives && requests_.size() == 1;
     DoLeaderActions();
+    if (was_last) CheckNothingRuns();
   });
 }
 
@@ -93,13 +115,15 @@ void PoolSimulation::GiveTurn(Leader::Ticket ticket) {
   turn_ = for_all ? 0 : ticket;
   const auto own = requests_.find(ticket);  // it may have its answer already
   const int submeshes = own == requests_.end() ? 1 : own->second.submeshes;
+  const Leader::Ticket pack = own == requests_.end() ? 0 : own->second.pack;
   const auto set_paused = [this](Leader::Ticket of, ClientRequest& request, bool paused) {
     if (request.paused && !paused) request.resumed_at = now_;
     request.paused = paused;
     leader_->SetPaused(of, paused, now_);
   };
   for (auto& [other, request] : requests_) {
-    const bool beside = submeshes > 1 && request.submeshes == submeshes;
+    const bool beside =
+        (submeshes > 1 && request.submeshes == submeshes) || (pack != 0 && request.pack == pack);
     if (other != ticket) set_paused(other, request, !for_all && !beside);
   }
   if (own != requests_.end()) set_paused(ticket, own->second, false);
@@ -112,8 +136,17 @@ void PoolSimulation::ChangeTurns() {
   After(DrawMs(10, 400), -1, [this] { ChangeTurns(); });
 }
 
-// One request lived: once it is cancelled, no run goes on.
+// One request lived: once it is cancelled, no run goes on, but for those whose pass is over.
 void PoolSimulation::CheckNothingRuns() {
+  bool last_word_comes = false;
+  for (const auto& [run, told] : runs_told_) {
+    if (told.pack == 0 || !Lives(told)) continue;
+    const std::vector<RunTold*> mates = MatesOf(told);
+    last_word_comes =
+        std::any_of(mates.begin(), mates.end(), [](const RunTold* mate) { return mate->finished; });
+    if (!last_word_comes) Fail("a run of a pack goes on that nobody wants");
+  }
+  if (last_word_comes) return;
   for (const Leader::WorkerView& worker : leader_->workers()) {
     const bool runs =
         worker.state == Leader::WorkerState::kPreparing || worker.state == Leader::WorkerState::kRunning;
@@ -129,11 +162,11 @@ PoolSimulation::ClientRequest* PoolSimulation::RequestOf(const WorkerMachine::Ru
   return nullptr;
 }
 
-std::vector<uint32_t> PoolSimulation::DrawPrompt() {
+std::vector<uint32_t> PoolSimulation::DrawPrompt(int lengths) {
   constexpr int kLengths[] = {1, 3, 8, 17, 40, kLongestPrompt};
   constexpr int kInCommon[] = {7, 16, 33, 64};
   std::vector<uint32_t> prompt;
-  const size_t length = static_cast<size_t>(kLengths[Draw(0, 5)]);
+  const size_t length = static_cast<size_t>(kLengths[Draw(0, lengths - 1)]);
   if (!prompts_.empty() && Chance(0.7)) {
     prompt = prompts_[static_cast<size_t>(Draw(0, static_cast<int>(prompts_.size()) - 1))];
     prompt.resize(std::min({prompt.size(), length, static_cast<size_t>(kInCommon[Draw(0, 3)])}));
@@ -149,6 +182,7 @@ std::vector<uint32_t> PoolSimulation::DrawPrompt() {
 
 void PoolSimulation::OnAnswer(const Leader::Answer& answer) {
   auto entry = requests_.extract(answer.ticket);
+  if (refuses_pack_ && entry.empty() && !answer.result.ok() && refused_.insert(answer.ticket).second) return;
   if (entry.empty()) return Fail("an answer to nobody, or a second one");
   ++census_.answers;
   const ClientRequest request = std::move(entry.mapped());
@@ -181,6 +215,12 @@ void PoolSimulation::OnAnswer(const Leader::Answer& answer) {
       if (stats.blocks != run_numbers) Fail("a result put together from other runs than its own");
     }
     if (request.poisonous) Fail("a poisonous request has a result");
+    const bool in_pack = runs_told_.at(run).pack != 0;
+    if (result.pack_prompts != (in_pack ? request.pack_prompts : 1) ||
+        result.pack_share != (in_pack ? request.pack_share : 1)) {
+      Fail("a result of another pack");
+    }
+    if (request.pack != 0 && !in_pack) ++census_.packs_again;
     if (result.attempts < request.attempts) Fail("a result with another number of attempts");
     const auto losses = static_cast<int64_t>(leader_->counters().losses - request.losses);
     if (request.calm && result.attempts > 1 + losses) Fail("a pool that lost nobody begins a request again");

@@ -56,10 +56,11 @@ void PoolSimulation::PrepareHost(int index, WorkerMachine::RunPart part) {
   const uint64_t run = part.number;
   Host& prepared = node.hosts.emplace(run, Host{.part = std::move(part)}).first->second;
   prepared.prefix = *std::move(prefix);
-  if (IsMember(node) && std::ssize(node.hosts) > runs_at_once_) {
+  JoinPass(node, prepared);
+  if (IsMember(node) && LivesOn(node) > runs_at_once_) {
     Fail(absl::StrCat(node.name, " has more runs than may live at once"));
   }
-  census_.most_at_once = std::max(census_.most_at_once, static_cast<int>(node.hosts.size()));
+  census_.most_at_once = std::max(census_.most_at_once, LivesOn(node));
   node.host_free_at = std::max(now_ + DrawMs(0, 30), node.host_free_at);
   At(node.host_free_at, index, [this, index, run, incarnation = node.incarnation] {
     Node& node = nodes_[index];
@@ -80,7 +81,8 @@ void PoolSimulation::PrepareHost(int index, WorkerMachine::RunPart part) {
       if (!kv.ok()) return Fail(absl::StrCat(node.name, " was promised too much: ", kv.status().message()));
       host.kv = *std::move(kv);
     }
-    for (size_t i = 0; i < part.shards.size() + (part.weights.share.of > 0 ? 1 : 0); ++i) {
+    const size_t listening = part.shards.size() + (part.weights.share.of > 0 ? 1 : 0);
+    for (size_t i = 0; host.pass == nullptr && i < listening; ++i) {
       host.addresses.push_back(absl::StrCat(node.name, "#", incarnation, "#", ++last_order_));
     }
     node.machine->OnRunPrepared(run, host.addresses);
@@ -115,11 +117,12 @@ void PoolSimulation::StartHost(int index, const WorkerMachine::StartRun& start) 
     if (start.addresses[at] != host.addresses[i]) return Fail("a run with an address of another run");
   }
   CheckAlone(node, start.run);
-  std::shared_ptr<Mesh>& mesh = meshes_[absl::StrJoin(start.addresses, ",")];
+  std::shared_ptr<Mesh> mesh = host.pass == nullptr ? meshes_[absl::StrJoin(start.addresses, ",")] : nullptr;
   if (mesh == nullptr) {
     mesh = std::make_shared<Mesh>();
     mesh->run = start.run;
     mesh->members.resize(ranks);
+    if (host.pass == nullptr) meshes_[absl::StrJoin(start.addresses, ",")] = mesh;
   }
   host.mesh = mesh;
   CheckProbes(start.probes, host.part);
@@ -133,6 +136,7 @@ void PoolSimulation::StartHost(int index, const WorkerMachine::StartRun& start) 
                                                   .digest = Digest(host, seat)};
     host.ranks.push_back({.seat = seat});
   }
+  if (host.pass != nullptr) return StartInPass(index, start.run);
   const auto begin = [this, index, first, mesh, incarnation = node.incarnation] {
     const Host* host = HostOfMesh(index, incarnation, mesh);
     for (size_t i = 0; host != nullptr && i < host->ranks.size(); ++i) {
@@ -204,7 +208,7 @@ void PoolSimulation::ResumeHost(int index, uint64_t run) {
   for (HostRank& rank : host.ranks) {
     if (rank.computing) rank.computing_since = now_;
   }
-  LetGo(index, host);
+  host.pass != nullptr ? ResumePass(index, host.pass) : LetGo(index, host);
 }
 
 void PoolSimulation::LetGo(int index, Host& host) {
@@ -253,6 +257,9 @@ void PoolSimulation::CheckAlone(const Node& node, uint64_t run) {
 void PoolSimulation::StopHost(int index, uint64_t run) {
   Node& node = nodes_[index];
   if (!node.hosts.contains(run)) return Fail("stops a run that is not there");
+  if (const std::shared_ptr<Pass> pass = node.hosts.at(run).pass; pass != nullptr && !pass->over) {
+    FailPass(index, pass, run);
+  }
   node.host_free_at = std::max({now_ + DrawMs(0, 60), node.compute_frozen_until, node.host_free_at});
   At(node.host_free_at, index, [this, index, run, incarnation = node.incarnation] {
     Node& node = nodes_[index];
@@ -297,13 +304,9 @@ void PoolSimulation::EndOperation(int index, uint64_t run, int seat) {
        });
     return;
   }
-  const auto& shard = host.part.shards[seat - host.part.first_rank];
-  if (state.operations == 1 && std::find(shard.begin(), shard.end(), kPoison) != shard.end()) {
+  if (state.operations == 1 && IsPoisonous(host, seat)) {
     ++poison_deaths_;
-    // Whether it did so alone nobody can tell where others may have computed just before.
-    ClientRequest* request = RequestOf(host.part);
-    const int most = runs_at_once_ == 1 ? 2 : kMostAttempts;
-    if (request != nullptr && ++request->deaths > most) Fail("a poisonous request ends epoch after epoch");
+    CountDeath(host);
     return CrashNode(index, false);
   }
   if (MayCrashAt(index, Step::kCompute)) return;
@@ -312,6 +315,19 @@ void PoolSimulation::EndOperation(int index, uint64_t run, int seat) {
   const std::shared_ptr<Mesh> mesh = host.mesh;
   mesh->members[host.part.plan.RankAt(seat)].done = state.operations;
   PassBarrier(mesh, state.operations);
+}
+
+bool PoolSimulation::IsPoisonous(const Host& host, int seat) {
+  const auto& shard = host.part.shards[seat - host.part.first_rank];
+  return std::find(shard.begin(), shard.end(), kPoison) != shard.end();
+}
+
+// Whether it did so alone nobody can tell where others may have computed just before.
+void PoolSimulation::CountDeath(const Host& host) {
+  ClientRequest* request = RequestOf(host.part);
+  if (request == nullptr) return;
+  const int most = runs_at_once_ == 1 && request->pack == 0 ? 2 : kMostAttempts;
+  if (++request->deaths > most) Fail("a poisonous request ends epoch after epoch");
 }
 
 // Each operation needs what every rank did in the one before.

@@ -80,6 +80,7 @@ void PoolSimulation::StartNode(int index) {
   offer.set_ranks(static_cast<uint32_t>(node.ranks));
   offer.set_messages_mix(messages_mix_);
   offer.set_many_messages(messages_mix_);
+  offer.set_rows_independent(packs_);
   node.memory_bytes = RankBytes() * node.ranks * (small_ || Chance(0.5) ? 1 : 4);
   offer.set_memory_bytes(static_cast<uint64_t>(node.memory_bytes));
   offer.set_peak_flops(1e12);
@@ -125,6 +126,7 @@ void PoolSimulation::CrashNode(int index, bool half_open) {
       After(DrawMs(1, 20), member.node, [this, mesh, rank] { RankFails(mesh, static_cast<int>(rank)); });
     }
   }
+  node.passes.clear();
   node.kv.reset();
   After(healed_ ? DrawMs(10, 500) : DrawMs(10, 3000), -1, [this, index] { StartNode(index); });
 }
@@ -143,6 +145,8 @@ void PoolSimulation::TickLeader(int incarnation) {
   leader_->OnTick(now_);
   DoLeaderActions();
   CheckHungRanksAreLost();
+  CheckNobodyWaitsInVain();
+  CheckUnwantedPasses();
   After(kTick, -1, [this, incarnation] { TickLeader(incarnation); });
 }
 
@@ -152,7 +156,8 @@ void PoolSimulation::CheckHungRanksAreLost() {
     if (!IsMember(node)) continue;
     for (const auto& [run, host] : node.hosts) {
       for (const HostRank& rank : host.ranks) {
-        if (rank.computing && !host.paused && now_ - rank.computing_since > kHungBound) {
+        const bool paused = host.pass != nullptr ? PassPaused(node, *host.pass) : host.paused;
+        if (rank.computing && !paused && now_ - rank.computing_since > kHungBound) {
           Fail(absl::StrCat(node.name, " hangs in compute and is still in the pool"));
         }
       }
@@ -207,6 +212,8 @@ void PoolSimulation::DoLeaderActions() {
     }
   }
   for (const uint64_t run : begun) CheckSubmesh(run);
+  if (!begun.empty()) CheckLivePlaces();
+  CheckToldTogether();
   std::set<std::string> names;
   for (const Leader::WorkerView& worker : leader_->workers()) {
     if (!names.insert(worker.offer->name()).second) Fail("two members of one name");

@@ -120,7 +120,7 @@ void PoolSimulation::DeliverToNode(uint64_t id, v1::LeaderMessage message) {
       if (message.has_run() && MayCrashAt(index, Step::kRun)) return;
       if (message.has_finish() && MayCrashAt(index, Step::kFinish)) return;
       if (message.has_abort() && MayCrashAt(index, Step::kAbort)) return;
-      if (message.has_abort()) node.machine->SendProgress(ProgressOf(node));
+      if (message.has_abort()) node.machine->SendProgressOf(message.abort().run(), ProgressOf(node));
       node.machine->OnMessage(link.node_connection, message, now_);
       DoNodeActions(index);
     });
@@ -142,6 +142,9 @@ void PoolSimulation::DeliverToLeader(uint64_t id, v1::WorkerMessage message) {
           link.leader_incarnation != leader_incarnation_)
         return;
       if (message.has_paused() && message.paused().still()) OnStillTold(id, message.paused());
+      if (message.has_rank_done() && runs_told_.contains(message.rank_done().run())) {
+        runs_told_.at(message.rank_done().run()).done = true;
+      }
       leader_->OnMessage(id, message, now_);
       DoLeaderActions();
     });

@@ -38,6 +38,9 @@ std::string PoolSimulation::Run() {
     const auto step = static_cast<Step>(Draw(0, kSteps - 1));
     crash_plan_[{Draw(0, static_cast<int>(nodes_.size()) - 1), step}] = Draw(1, 4);
   }
+  // Drawn apart: the other seeds' stories do not depend on it.
+  std::mt19937_64 apart(~seed_);
+  packs_ = messages_mix_ && std::bernoulli_distribution(0.5)(apart);
   StartLeader();
   for (size_t i = 0; i < nodes_.size(); ++i) {
     After(DrawMs(0, 300), -1, [this, i] { StartNode(static_cast<int>(i)); });

@@ -35,6 +35,10 @@
 // What is shared: in some stories the workers may share weights that they would stream. All of a run agree on
 // whose share is which, and shares of runs that live take of the memory.
 //
+// What shares a pass: in some stories a few short prompts are submitted together, each for a rank of the
+// pool. Those on one rank begin, stand still and end together there, or fail together and run again by
+// themselves. Each has its own result. Who loses its client computes on while another of the pass is wanted.
+//
 // What the ranks measure: the links of a virtual network, told by their virtual speed, and nonsense by ranks
 // that fail. Half of the leaders are given the links instead.
 #ifndef MESHFILL_TESTS_SERVER_POOL_SIMULATION_POOL_SIMULATION_H_
@@ -77,7 +81,11 @@ class PoolSimulation {
     int streamed = 0, shared = 0;            // runs prepared where workers may share weights
     int on_submeshes = 0, side_by_side = 0;  // runs on one, of these beside another that goes on
     int most_at_once = 0, pauses = 0, crowded_out = 0, attempts_of_innocents = 0;
-    int agreements = 0;  // of all workers of a run on where to stand still
+    int agreements = 0;           // of all workers of a run on where to stand still
+    int packs = 0, in_packs = 0;  // that began, and prompts in them
+    int packs_refused = 0;        // packs that had no room
+    int left_in_packs = 0;        // prompts that were computed to the end without their clients
+    int packs_again = 0;          // results of prompts whose pack failed, each by a run of its own
   };
   const Census& census() const { return census_; }
 
@@ -122,6 +130,16 @@ class PoolSimulation {
     bool held = false;  // it stands still: at the end of its operation, or before the message behind it
     bool over = false;
   };
+  // What runs of a pack share on a rank of a node.
+  struct Pass {
+    int runs = 0;       // so many come
+    int started = 0;    // of these
+    bool held = false;  // it stands still, at the end of an operation, for one of them
+    bool over = false;  // all operations have ended
+    bool failed = false;
+  };
+  using PassKey = std::pair<uint64_t, int>;  // the pack's number, and the rank of its node
+
   // A run's part of a node.
   struct Host {
     WorkerMachine::RunPart part;
@@ -135,6 +153,7 @@ class PoolSimulation {
     std::vector<LinkProbe> probes = {};
     std::vector<HostRank> ranks = {};
     std::shared_ptr<Mesh> mesh = nullptr;
+    std::shared_ptr<Pass> pass = nullptr;             // null: it shares none
     std::shared_ptr<KvPrompt> kv = nullptr;           // null: K and V are dropped
     std::shared_ptr<const KvSlabs> prefix = nullptr;  // of the plan's cached tokens; null: there are none
   };
@@ -145,8 +164,9 @@ class PoolSimulation {
     std::unique_ptr<WorkerMachine> machine;  // null: dead
     std::unique_ptr<HeldKv> kv;              // of this incarnation
     int64_t memory_bytes = 0;
-    bool may_share = false;             // its weights
-    std::map<uint64_t, Host> hosts;     // by run
+    bool may_share = false;          // its weights
+    std::map<uint64_t, Host> hosts;  // by run
+    std::map<PassKey, std::weak_ptr<Pass>> passes;
     uint64_t link = 0;                  // 0: none
     absl::Time host_free_at;            // it prepares and stops runs in the order in which it was told
     absl::Time frozen_until;            // stopped: nothing happens
@@ -177,6 +197,10 @@ class PoolSimulation {
     std::string cache_tenant;  // whose prompts it may begin like
     bool ignores_cache = false;
     int submeshes = 1;
+    // The same for all of a pack, which have their turns in common. 0: it was submitted by itself.
+    Leader::Ticket pack = 0;
+    int pack_prompts = 1;
+    double pack_share = 1;
     bool paused = false;
     absl::Time resumed_at = absl::InfinitePast();
     absl::Time submitted_at;
@@ -187,6 +211,7 @@ class PoolSimulation {
     std::string cache_tenant;
     std::vector<uint64_t> computed_by;  // by token, up to the end of the piece: the run
     bool stopped = false;
+    bool cancelled = false;  // stopped for its client alone
     bool finished = false;
     uint64_t losses = 0;  // of workers, until it was
     bool begun = false;
@@ -195,8 +220,19 @@ class PoolSimulation {
     absl::Time paused_since = absl::InfiniteFuture();  // it goes on
     bool innocent = false;  // of its epoch's end: it had stood still for as long as a worker may be silent
     Leader::Ticket ticket = 0;
-    std::map<int, int> nodes;  // its workers' incarnations
+    std::map<int, int> nodes;           // its workers' incarnations
+    std::map<uint64_t, int64_t> links;  // bytes that it reserves, by its worker's link
     absl::Time stopped_at = absl::InfiniteFuture();
+    uint64_t pack = 0;  // 0: it shares no pass
+    int pack_runs = 0, local_rank = 0;
+    bool left = false;                                   // its client is gone
+    bool done = false;                                   // the leader has its rank's last word
+    absl::Time unwanted_since = absl::InfiniteFuture();  // nobody wants its pass
+  };
+  // A request before it is submitted.
+  struct DrawnRequest {
+    ClientRequest client;
+    PrefillOptions options;
   };
 
   // A client's lease, as it must be.
@@ -265,9 +301,25 @@ class PoolSimulation {
   void PassBarrier(const std::shared_ptr<Mesh>& mesh, int operation);
   void FinishRank(int node, uint64_t run, int seat);
   void RankFails(const std::shared_ptr<Mesh>& mesh, int rank);
+  static bool IsPoisonous(const Host& host, int seat);
+  void CountDeath(const Host& host);  // of a worker, by the run's poison
   // Of the tokens that a rank computes, and of those of the prefix that it has.
   uint64_t Digest(const Host& host, int seat) const;
   static uint64_t Mix(uint64_t token, uint64_t id);
+
+  // ---- Passes that runs share on a node: passes.cc.
+  void JoinPass(Node& node, Host& host);  // as it is prepared
+  void StartInPass(int node, uint64_t run);
+  static bool PassPaused(const Node& node, const Pass& pass);
+  void ResumePass(int node, const std::shared_ptr<Pass>& pass);
+  void BeginPassOperation(int node, const std::shared_ptr<Pass>& pass);
+  void EndPassOperation(int node, const std::shared_ptr<Pass>& pass);
+  // The members that have started hear of it, but for the one that is being stopped.
+  void FailPass(int node, const std::shared_ptr<Pass>& pass, uint64_t but_for);
+  void FailInPass(int node, uint64_t run);
+  // Those that have started and are still there.
+  static std::vector<std::pair<const uint64_t, Host>*> MembersOf(Node& node, const Pass& pass);
+  static int LivesOn(const Node& node);  // runs, a pack as one
 
   // ---- Links that ranks measure: links.cc.
   void CheckProbes(const std::vector<LinkProbe>& probes, const WorkerMachine::RunPart& part);
@@ -282,6 +334,25 @@ class PoolSimulation {
   void CheckWorkersLost(const RunTold& told);
   int EpochsEnded(const ClientRequest& request) const;  // by its runs, at most
 
+  // ---- Packs, as their clients and their workers see them: packs.cc.
+  void SubmitPackNext();
+  // The last run before it, and K and V then.
+  void OnPackRefused(std::vector<DrawnRequest> drawn, uint64_t last_run,
+                     const std::map<std::string, KvDirectory::WorkerKv>& kv_before);
+  int LiveOfClients() const;  // requests, a pack as one
+  void CheckPackPlaces(const std::vector<Leader::Ticket>& tickets,
+                       const std::vector<Leader::PackedRequest>& packed);
+  void OnPackTold(uint64_t link, const v1::Prepare& prepare);
+  // The other runs of its pass.
+  std::vector<RunTold*> MatesOf(const RunTold& run);
+  bool Lives(const RunTold& run) const;  // at the leader
+  int LivePlaces() const;                // of the runs that live, a pack as one
+  static bool StandsStill(const RunTold& run);
+  void CheckToldTogether();  // at the end of what the leader does at once
+  void CheckLivePlaces();
+  void CheckNobodyWaitsInVain();
+  void CheckUnwantedPasses();
+
   // ---- K and V: kv.cc.
   std::string AdmitKv(int64_t tokens);  // the lease; empty: none
   void KeepLayers(const Host& host, int seat);
@@ -294,8 +365,11 @@ class PoolSimulation {
   void CheckKvBudgets();
 
   // ---- Clients: clients.cc.
-  std::vector<uint32_t> DrawPrompt();
+  std::vector<uint32_t> DrawPrompt(int lengths);  // one of so many lengths, from the shortest on
   void SubmitNext();
+  DrawnRequest DrawRequest(bool last, bool for_pack);
+  Leader::Ticket SubmitAlone(DrawnRequest drawn);
+  void CancelAfter(absl::Duration delay, Leader::Ticket ticket);
   void SubmitAgainAfter(absl::Duration delay) {
     After(delay, -1, [this] { SubmitNext(); });
   }
@@ -343,10 +417,14 @@ class PoolSimulation {
   std::map<uint64_t, RunTold> runs_told_;                // of this leader
   std::vector<std::vector<uint32_t>> prompts_;           // that later ones may begin like
   std::map<Leader::Ticket, ClientRequest> requests_;     // that have no answer yet
+  std::vector<uint64_t> told_now_;                       // runs, until what the leader does at once is done
+  std::set<Leader::Ticket> refused_;                     // answered, of a pack that did not begin
+  bool refuses_pack_ = false;                            // while it answers these
   Leader::Ticket turn_ = 0;                              // whose turn it is; 0: everybody's
   int most_requests_ = 1;                                // that live at once
   int runs_at_once_ = 1;                                 // of this leader
   bool quiet_ = false;                                   // nothing fails but by poison
+  bool packs_ = false;                                   // requests may share passes
   bool small_ = false;                                   // long prompts run in pieces
   int64_t weight_bytes_ = 0;                             // that workers may share; 0: they may not
   bool side_by_side_ = false;                            // requests may take sub-meshes

@@ -71,6 +71,11 @@ TEST(PoolSimulationTest, EveryRequestHasOneRightAnswerWhateverFails) {
       total.agreements += census.agreements;
       total.crowded_out += census.crowded_out;
       total.attempts_of_innocents += census.attempts_of_innocents;
+      total.packs += census.packs;
+      total.in_packs += census.in_packs;
+      total.packs_refused += census.packs_refused;
+      total.left_in_packs += census.left_in_packs;
+      total.packs_again += census.packs_again;
       if (failure.empty()) continue;
       if (++failures <= 5) {
         ADD_FAILURE() << "seed " << first + i << ": " << failure
@@ -102,6 +107,10 @@ TEST(PoolSimulationTest, EveryRequestHasOneRightAnswerWhateverFails) {
       "up to %d runs at once on a worker; ranks stood still %d times, %d runs before the same message; %d "
       "requests waited for memory or a place; %d results beside a poisonous request took more than one run\n",
       total.most_at_once, total.pauses, total.agreements, total.crowded_out, total.attempts_of_innocents);
+  std::printf(
+      "%d packs of %d prompts, %d had no room; %d prompts were computed without their clients; %d results "
+      "after their packs failed\n",
+      total.packs, total.in_packs, total.packs_refused, total.left_in_packs, total.packs_again);
   // The stories have in them what they are for.
   if (failures > 0) return;
   const int share = static_cast<int>(seeds / 20);
@@ -131,6 +140,11 @@ TEST(PoolSimulationTest, EveryRequestHasOneRightAnswerWhateverFails) {
   EXPECT_GT(total.agreements, share);
   EXPECT_GT(total.crowded_out, share);
   EXPECT_GT(total.attempts_of_innocents, share / 4);
+  EXPECT_GT(total.packs, 2 * share);
+  EXPECT_GT(total.in_packs, 2 * total.packs);
+  EXPECT_GT(total.packs_refused, share / 4);
+  EXPECT_GT(total.left_in_packs, share / 4);
+  EXPECT_GT(total.packs_again, share / 4);
 }
 
 TEST(PoolSimulationTest, ASeedReplays) {

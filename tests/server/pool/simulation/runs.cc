@@ -17,6 +17,7 @@ void PoolSimulation::OnTold(uint64_t link, const v1::LeaderMessage& message) {
     OnRunTold(message.prepare());
     const Link& to = links_.at(link);  // perhaps of a worker that has died since, and is back
     runs_told_.at(message.prepare().run()).nodes[to.node] = to.node_incarnation;
+    OnPackTold(link, message.prepare());
   }
   if (message.has_run()) runs_told_.at(message.run().run()).begun = true;
   if (message.has_pause()) {
@@ -24,24 +25,30 @@ void PoolSimulation::OnTold(uint64_t link, const v1::LeaderMessage& message) {
     told.pause = message.pause().number();
     told.still.clear();
     if (messages_mix_) told.paused_since = now_;
+    told_now_.push_back(message.pause().run());
   }
   if (message.has_resume()) {
+    told_now_.push_back(message.resume().run());
     runs_told_.at(message.resume().run()).pause = 0;
     runs_told_.at(message.resume().run()).paused_since = absl::InfiniteFuture();
   }
   if (message.has_finish()) {
     runs_told_.at(message.finish().run()).finished = true;
     runs_told_.at(message.finish().run()).losses = leader_->counters().losses;
+    if (runs_told_.at(message.finish().run()).left) Fail("a run whose client is gone is kept");
   }
   if (message.has_cancel()) {
     RunTold& told = runs_told_.at(message.cancel().run());
-    told.stopped = true;
+    told.stopped = told.cancelled = true;
+    told_now_.push_back(message.cancel().run());
+    if (told.pack != 0 && told.left && told.done) ++census_.left_in_packs;
     told.stopped_at = now_;
   }
   if (!message.has_abort()) return;
   RunTold& told = runs_told_.at(message.abort().run());
   told.stopped = true;
   told.stopped_at = now_;
+  told_now_.push_back(message.abort().run());
   CheckWorkersLost(told);
   told.innocent = told.paused_since < now_ - Leader::Options().silence_timeout;
 }
@@ -168,6 +175,9 @@ void PoolSimulation::OnRunTold(const v1::Prepare& prepare) {
   if (prepare.more_pieces() == is_last) Fail("a piece that does not know whether more come");
   if (told.computed_by.size() + prepare.tokens_ahead() != told.tokens.size()) {
     Fail("a run that takes its prompt for another length");
+  }
+  if (prepare.pack() != 0 && (request.pack == 0 || !request.runs.empty())) {
+    Fail("a run of a pack, of a request that is in none by now");
   }
   if (prepare.more_pieces() && !prepare.keep_kv().cache()) Fail("a piece that no other can follow");
   if (prepare.more_pieces() && !prepare.keep_kv().lease().empty()) Fail("a lease of a piece");

@@ -151,6 +151,69 @@ TEST_F(WorkerMachineTest, RefusesAPartThatIsNotOfItsPlan) {
   EXPECT_TRUE(absl::IsInternal(FromOutcome(sent_[0].prepared().outcome())));
 }
 
+// A run on any of the worker's ranks, alone or in a pack.
+TEST_F(WorkerMachineTest, TellsTheHostWhichOfItsRanksAndWhosePass) {
+  Join();
+  const Plan whole = MakePlan({.layers = 2,
+                               .hidden = 64,
+                               .intermediate = 64,
+                               .q_heads = 4,
+                               .kv_heads = 2,
+                               .head_dim = 16,
+                               .vocab = 100,
+                               .context_tokens = 4096},
+                              PoolSpeed{}, {.tokens = 20, .ranks = 1})
+                         .value()
+                         .plan;
+  uint64_t run = 0;
+  const auto prepare = [&](const Plan& plan, const std::function<void(v1::Prepare&)>& change) {
+    sent_.clear();
+    prepared_.clear();
+    Hear([&](v1::LeaderMessage& message) {
+      v1::Prepare& filled = *message.mutable_prepare();
+      filled.set_run(++run);
+      *filled.mutable_plan() = ToRunPlan(plan);
+      filled.set_ranks(1);
+      filled.set_local_rank(kRanks - 1);
+      filled.set_pack(9);
+      filled.set_pack_runs(4);
+      change(filled);
+    });
+    Hear([&](v1::LeaderMessage& message) {
+      message.mutable_shard()->set_run(run);
+      for (int i = 0; i < 20; ++i) message.mutable_shard()->add_ids(1);
+    });
+    return sent_.empty() ? absl::OkStatus() : FromOutcome(sent_[0].prepared().outcome());
+  };
+  EXPECT_TRUE(prepare(whole, [](v1::Prepare&) {}).ok());
+  ASSERT_EQ(prepared_.size(), 1u);
+  EXPECT_EQ(prepared_[0].local_rank, kRanks - 1);
+  ASSERT_TRUE(prepared_[0].pack.has_value());
+  EXPECT_EQ(prepared_[0].pack->number, 9u);
+  EXPECT_EQ(prepared_[0].pack->runs, 4);
+  EXPECT_TRUE(prepare(whole, [](v1::Prepare& of) { of.clear_pack(); }).ok());
+  EXPECT_FALSE(prepared_.at(0).pack.has_value());
+  EXPECT_TRUE(prepare(whole, [](v1::Prepare& of) { of.set_pack_runs(4096); }).ok());
+
+  const absl::Status beyond = prepare(whole, [](v1::Prepare& of) { of.set_local_rank(kRanks); });
+  EXPECT_EQ(beyond, absl::InternalError("the leader gave 1 ranks from its rank 2 to a worker of 2"));
+  const absl::Status wraps = prepare(whole, [](v1::Prepare& of) { of.set_local_rank(UINT32_MAX); });
+  EXPECT_TRUE(absl::IsInternal(wraps)) << wraps;
+  const absl::Status ranks = prepare(plan_, [](v1::Prepare& of) { of.set_ranks(1); });
+  EXPECT_EQ(ranks, absl::InternalError("the leader lets 4 runs of 4 ranks share a pass, which only whole "
+                                       "prompts on one rank with all weights do"));
+  for (const uint32_t runs : {0u, 4097u, UINT32_MAX}) {
+    const absl::Status status = prepare(whole, [&](v1::Prepare& of) { of.set_pack_runs(runs); });
+    EXPECT_TRUE(absl::IsInternal(status)) << runs;
+  }
+  EXPECT_TRUE(absl::IsInternal(prepare(whole, [](v1::Prepare& of) { of.set_weight_shares(1); })));
+  EXPECT_TRUE(absl::IsInternal(prepare(whole, [](v1::Prepare& of) {
+    of.set_more_pieces(true);
+    of.set_tokens_ahead(5);
+  })));
+  EXPECT_TRUE(prepared_.empty());
+}
+
 TEST_F(WorkerMachineTest, RefusesMoreTokensThanARankHas) {
   Join();
   HearPrepare(1);
