@@ -16,7 +16,6 @@
 #include "engine/embedded_pool.h"
 #include "engine/embedded_run.h"
 #include "engine/kv_budget.h"
-#include "engine/plan/cost_model.h"
 #include "engine/plan/pack.h"
 #include "engine/plan/pieces.h"
 #include "engine/plan/speed_correction.h"

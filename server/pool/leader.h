@@ -24,12 +24,11 @@
 // Invariants:
 //  - A request is answered exactly once, with the result of one complete run or with one error.
 //  - Requests of a pack begin together, each as a run of its own on one rank. Those on one rank share its
-//  pass:
-//    they end together, or all are tried anew, each by itself and one after the other. One that is cancelled
-//    computes on while another of its pass is wanted, and what it gives is dropped.
+//    pass: they end together, or all are tried anew, each by itself and one after the other. One that is
+//    cancelled computes on while another of its pass is wanted, and what it gives is dropped.
 //  - At most Options::runs_at_once runs live, of which a pack is one. A run lives until every worker of it
-//  has confirmed its
-//    end or is out of the pool. Where messages do not mix, one run on a worker has some under way.
+//    has confirmed its end or is out of the pool. Where messages do not mix, one run on a worker has some
+//    under way.
 //  - The runs that live take no more memory of a worker than it offered. One alone may always begin.
 //  - A request that is paused begins no run. While one whose turn it is waits for memory, or for a place
 //    among those that live, the runs that have it go on.

@@ -101,8 +101,7 @@ struct LiveRuns {
   // Whether another run has its messages under way on a worker of this one, where they do not mix.
   bool Blocked(const LiveRun& run) const;
   // Lets all runs stand still whose turn it is not, and others go on; what shares a pass goes on while it is
-  // the turn of one of them. Who waits beside runs that stand still
-  // waits for their ends: they go on, too.
+  // the turn of one of them. Who waits beside runs that stand still waits for their ends: they go on, too.
   void Pause(absl::Time now);
 
   bool TakesPart(Connection worker) const;    // in a run

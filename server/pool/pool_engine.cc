@@ -26,6 +26,7 @@ namespace meshfill {
 namespace {
 
 constexpr absl::Duration kTick = absl::Milliseconds(50);
+constexpr absl::Duration kRoomTimeout = absl::Seconds(3);  // longest wait of a pack for runs that are stopped
 
 Leader::Options LeaderOptions(const v1::Config& config, const IdentifiedModel& model) {
   const v1::PoolSection& pool = config.pool();
@@ -258,8 +259,9 @@ class PoolEngine::Run final : public Prefill {
     result.pack_prompts = run.pack_prompts;
     // A run that measured the links was planned without knowing them: it says nothing of the predictions to
     // come. Nor does one that shared its pass.
-    if (!run.probed && run.pack_prompts == 1)
+    if (!run.probed && run.pack_prompts == 1) {
       engine_.correction_.Observe(result.plan.predicted, MeasuredSecondsOf(result));
+    }
     result.lost_seconds = run.lost_seconds;
     result.paused_seconds = run.paused_seconds;
     result.attempts = run.attempts;
@@ -293,8 +295,10 @@ class PoolEngine::Run final : public Prefill {
     while (true) {
       std::vector<News> news;
       AddNews(news);
-      for (const auto& [ticket, run] : engine_.runs_) {
-        if (pack_ != 0 && run->pack() == pack_) run->AddNews(news);
+      if (pack_ != 0) {
+        for (const auto& [ticket, run] : engine_.runs_) {
+          if (run->pack() == pack_) run->AddNews(news);
+        }
       }
       if (news.empty() && answer_.has_value()) break;
       if (news.empty()) {
@@ -391,8 +395,10 @@ absl::StatusOr<std::vector<std::unique_ptr<Prefill>>> PoolEngine::StartPack(
   for (const PrefillRequest& request : requests) RETURN_IF_ERROR(Check(request));
   std::vector<std::unique_ptr<Run>> runs;  // they take the mutex where they go
   const MutexLock lock(mu_);
+  // What others that are cancelled meanwhile take is not waited for.
+  const absl::Time deadline = MonotonicNow() + kRoomTimeout;
+  while (leader_.MakesRoom() && MonotonicNow() < deadline) changed_.WaitFor(mu_, kTick);
   RETURN_IF_ERROR(CheckRoom());
-  while (leader_.MakesRoom()) changed_.WaitFor(mu_, kTick);
   const std::optional<PoolCapacity> rank = leader_.RankCapacity();
   Pack pack(pack_room_);
   std::vector<Leader::PackedRequest> packed;
