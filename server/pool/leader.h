@@ -2,9 +2,10 @@
 //
 // A pure state machine: events with their time go in, actions come out. No threads, no clock, no network, so
 // that the server (pool_engine.h) and the deterministic simulation run the very same code. Not thread-safe.
-// Who is in the pool is Membership's (membership.h), on whom of it a run goes, and by which plan, RunPlacer's
-// (run_placer.h), one attempt at a request is a RunCoordinator's (run_coordinator.h). The leader joins them:
-// which request runs next, and what the end of a run means for it.
+// Who is in the pool is Membership's (membership.h), which request runs next RunStarter's (run_starter.h), on
+// whom of the pool, and by which plan, RunPlacer's (run_placer.h). One attempt at a request is a
+// RunCoordinator's (run_coordinator.h), and what its end means for the request is RunEnder's (run_ender.h).
+// The leader joins them.
 //
 //              Submit                             a run completes
 //     ─────────────────► waiting ──────────────► running ──────────────────► answered
@@ -63,7 +64,9 @@
 #include "server/pool/live_runs.h"
 #include "server/pool/membership.h"
 #include "server/pool/run_coordinator.h"
+#include "server/pool/run_ender.h"
 #include "server/pool/run_placer.h"
+#include "server/pool/run_starter.h"
 
 namespace meshfill {
 
@@ -183,7 +186,7 @@ class Leader {
   std::vector<PoolLink> links() const { return survey_.Describe(capacity().topology, members_.changed()); }
   double peak_flops() const { return members_.peak_flops(); }
   std::vector<WorkerView> workers() const;  // in the order of their ranks
-  Counters counters() const { return {members_.counters(), retries_}; }
+  Counters counters() const { return {members_.counters(), starter_.retries()}; }
   bool idle() const { return live_.runs.empty() && live_.requests.empty(); }
 
  private:
@@ -204,31 +207,9 @@ class Leader {
 
   // Takes workers out of the pool, and ends the epoch of the runs that they take part in.
   void DropWorkers(const std::set<Connection>& connections, const std::string& why, absl::Time now);
-  // Stops the run, and those that share its pass: their requests go again (where they still live), unless
-  // they are poisonous.
-  void EndEpoch(RunId run, const std::string& why, bool lost_workers, absl::Time now);
-  void EndEpochOf(RunId run, const std::string& why, bool lost_workers, absl::Time now);
-  // Those of a pass that has ended: nobody wants what is left of it.
-  void CancelUnwanted(const std::vector<RunId>& in_pass, absl::Time now);
-  // Its answer is out, or it has none: the ranks stop.
-  void CancelRun(LiveRun& run, absl::Time now);
-  // Its answer is out: the ranks stop, once nobody wants what they compute.
-  void LeaveRun(RunId run, absl::Time now);
-  void ForgetStoppedRuns();
-  // Called once something has ended: begins runs for requests that wait, as many as may live.
-  void StartWaiting(absl::Time now);
-  void StartRun(Ticket ticket, absl::Time now);
   bool Waits(Ticket ticket) const;
-  void BeginAttempt(LiveRequest& request, absl::Time now);
-  void Forget(RunId run);  // it is over
-  void LookForRoomAgain();
-  // What an end of the run says of its prompt; nothing: it did not compute.
-  std::optional<EpochEnd> EndOf(const RunCoordinator& run, absl::Time now) const;
-  // An epoch has ended in the request's run; why it is poisonous, or empty.
-  std::string Blame(LiveRequest& request, const EpochEnd& end);
   void NoteWhoHasWorkers(absl::Time now);  // or needs none yet
   void RefuseOverdue(absl::Time now);      // requests that have waited for a worker for empty_timeout
-  void AnswerRequest(Ticket ticket, absl::StatusOr<Result> result);
 
   const Options options_;
   LeaderActions actions_;
@@ -237,10 +218,10 @@ class Leader {
   LinkSurvey survey_;
   LiveRuns live_;
   RunPlacer placer_;
-  RunId last_run_ = 0;
+  RunStarter starter_;
+  RunEnder ender_;
   Ticket last_ticket_ = 0;
   uint64_t last_pack_ = 0;
-  uint64_t retries_ = 0;
   absl::Time last_heartbeat_ = absl::InfinitePast();
 };
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <set>
+#include <utility>
 
 #include "server/pool/offered_speed.h"
 
@@ -14,6 +15,19 @@ bool SharePass(const LiveRun& one, const LiveRun& other) {
 }
 
 }  // namespace
+
+void LiveRuns::Answer(Ticket ticket, absl::StatusOr<RunResult> result) {
+  if (requests.erase(ticket) > 0) actions.Add(LeaderActions::Answer{ticket, std::move(result)});
+}
+
+void LiveRuns::Forget(RunId run) {
+  runs.erase(run);
+  LookForRoomAgain();
+}
+
+void LiveRuns::LookForRoomAgain() {
+  for (auto& [ticket, request] : requests) request.no_room = false;
+}
 
 LiveRequest* LiveRuns::Find(Ticket ticket) {
   const auto request = requests.find(ticket);

@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "engine/model/weight_feed.h"
 #include "engine/prefill_engine.h"
@@ -78,8 +79,18 @@ struct LiveRuns {
   using Connection = LeaderActions::Connection;
   using Ticket = LeaderActions::Ticket;
 
+  explicit LiveRuns(LeaderActions& all_actions) : actions(all_actions) {}
+
+  LeaderActions& actions;                  // outlives this
   std::map<Ticket, LiveRequest> requests;  // until their answers
   std::map<RunId, LiveRun> runs;           // until their workers have confirmed the end, or are lost
+
+  // The request lives no more. Nothing where it is answered already.
+  void Answer(Ticket ticket, absl::StatusOr<RunResult> result);
+  // The run is over: those that wait may find room.
+  void Forget(RunId run);
+  // Something has changed that those that wait without room may begin by.
+  void LookForRoomAgain();
 
   // Null: it is answered.
   LiveRequest* Find(Ticket ticket);

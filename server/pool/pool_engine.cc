@@ -12,7 +12,6 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "engine/prefill_request.h"
-#include "engine/prefill_summary.h"
 #include "kernels/monotonic_time.h"
 #include "kernels/mutex.h"
 #include "kernels/return_if_error.h"
@@ -21,11 +20,11 @@
 #include "server/observe/build_name.h"
 #include "server/observe/log.h"
 #include "server/pool/pool_planner.h"
+#include "server/pool/pool_run.h"
 
 namespace meshfill {
 namespace {
 
-constexpr absl::Duration kTick = absl::Milliseconds(50);
 constexpr absl::Duration kRoomTimeout = absl::Seconds(3);  // longest wait of a pack for runs that are stopped
 
 Leader::Options LeaderOptions(const v1::Config& config, const IdentifiedModel& model) {
@@ -164,164 +163,6 @@ absl::StatusOr<PlanChoice> PoolEngine::PlanFor(const PoolCapacity& capacity, int
                             return PlanForPool(model_.shape, defaults_, corrected, tokens, options, cached);
                           });
 }
-
-// One request at the leader.
-class PoolEngine::Run final : public Prefill {
-  // The observer, until the prefill goes. Whoever waits for one of a pack tells the observers of all.
-  class Listener {
-   public:
-    explicit Listener(PrefillObserver* observer) : observer_(observer) {}
-    void Leave() {
-      const MutexLock lock(mu_);
-      observer_ = nullptr;
-    }
-    void Tell(const Leader::LayersDone& done, bool anew) {
-      const MutexLock lock(mu_);
-      if (observer_ != nullptr && anew) observer_->OnBegunAnew();
-      if (observer_ != nullptr) observer_->OnLayerDone(done.layers, done.of);
-    }
-
-   private:
-    Mutex mu_;
-    PrefillObserver* observer_ ABSL_GUARDED_BY(mu_);
-  };
-
- public:
-  Run(PoolEngine& engine, const PrefillRequest& request, PrefillObserver* observer)
-      : engine_(engine), request_(request), listener_(std::make_shared<Listener>(observer)) {}
-
-  ~Run() override {
-    Stop();
-    listener_->Leave();
-    const MutexLock lock(engine_.mu_);
-    engine_.runs_.erase(ticket_);
-  }
-
-  // The engine calls these with its mutex held.
-  void Attach(Leader::Ticket ticket, uint64_t pack) {
-    engine_.mu_.AssertHeld();
-    ticket_ = ticket;
-    pack_ = pack;
-    engine_.runs_[ticket] = this;
-  }
-  absl::Status Submit() {
-    engine_.mu_.AssertHeld();
-    Attach(engine_.leader_.Submit(ForLeader(), MonotonicNow()), /*pack=*/0);
-    engine_.DoActions();
-    while (engine_.leader_.Undecided(ticket_)) engine_.changed_.WaitFor(engine_.mu_, kTick);
-    if (!engine_.leader_.CrowdedOut(ticket_)) return absl::OkStatus();
-    return absl::ResourceExhaustedError(
-        "the workers have no room for the prefill beside those that live; wait for the end of one");
-  }
-  Leader::Request ForLeader() const {
-    return {.id = request_.options.request_id, .tokens = request_.tokens, .options = request_.options};
-  }
-  uint64_t pack() const {
-    engine_.mu_.AssertHeld();
-    return pack_;
-  }
-  void OnAnswer(absl::StatusOr<Leader::Result> answer) {
-    engine_.mu_.AssertHeld();
-    answer_ = std::move(answer);
-  }
-  void OnLayersDone(const Leader::LayersDone& done) {
-    engine_.mu_.AssertHeld();
-    layers_done_ = done;
-  }
-
-  // The leader answers at once and reads the tokens no more.
-  void Stop() override {
-    const MutexLock lock(engine_.mu_);
-    engine_.leader_.CancelRequest(ticket_, absl::CancelledError("the prefill was stopped"), MonotonicNow());
-    engine_.DoActions();
-  }
-
-  void Pause() override { SetPaused(true); }
-  void Resume() override { SetPaused(false); }
-
-  uint64_t place() const override {
-    const MutexLock lock(engine_.mu_);
-    return engine_.leader_.PlaceOf(ticket_);
-  }
-
-  absl::StatusOr<PrefillResult> Wait() override {
-    ASSIGN_OR_RETURN(Leader::Result run, WaitForAnswer());
-    PrefillResult result{.logits = std::move(run.logits), .top = {}, .plan = std::move(run.plan)};
-    result.pieces = run.pieces;
-    result.piece_tokens = run.piece_tokens;
-    result.cached_tokens = run.cached_tokens;
-    result.ranks = std::move(run.ranks);
-    result.pool_ranks = std::move(run.pool_ranks);
-    result.prefill_seconds = run.seconds;
-    RETURN_IF_ERROR(SummarisePrefill(engine_.model_.shape, engine_.model_name(), run.peak_flops,
-                                     request_.options.top_k, result));
-    result.mfu /= run.pack_share;  // of the rank, while it computed it and others
-    result.pack_prompts = run.pack_prompts;
-    // A run that measured the links was planned without knowing them: it says nothing of the predictions to
-    // come. Nor does one that shared its pass.
-    if (!run.probed && run.pack_prompts == 1) {
-      engine_.correction_.Observe(result.plan.predicted, MeasuredSecondsOf(result));
-    }
-    result.lost_seconds = run.lost_seconds;
-    result.paused_seconds = run.paused_seconds;
-    result.attempts = run.attempts;
-    return result;
-  }
-
- private:
-  void SetPaused(bool paused) {
-    const MutexLock lock(engine_.mu_);
-    engine_.leader_.SetPaused(ticket_, paused, MonotonicNow());
-    engine_.DoActions();
-  }
-
-  struct News {
-    std::shared_ptr<Listener> listener;
-    Leader::LayersDone done;
-    bool anew;
-  };
-
-  void AddNews(std::vector<News>& news) {
-    engine_.mu_.AssertHeld();
-    const Leader::LayersDone& done = layers_done_;
-    const bool anew = done.attempt > told_.attempt;
-    if (done.layers == 0 || !(anew || done.layers != told_.layers || done.of != told_.of)) return;
-    news.push_back({listener_, done, anew});
-    told_ = done;
-  }
-
-  absl::StatusOr<Leader::Result> WaitForAnswer() {
-    MutexLock lock(engine_.mu_);
-    while (true) {
-      std::vector<News> news;
-      AddNews(news);
-      if (pack_ != 0) {
-        for (const auto& [ticket, run] : engine_.runs_) {
-          if (run->pack() == pack_) run->AddNews(news);
-        }
-      }
-      if (news.empty() && answer_.has_value()) break;
-      if (news.empty()) {
-        engine_.changed_.Wait(engine_.mu_);
-        continue;
-      }
-      lock.Unlock();
-      for (const News& each : news) each.listener->Tell(each.done, each.anew);
-      lock.Lock();
-    }
-    return *std::move(answer_);
-  }
-
-  PoolEngine& engine_;
-  const PrefillRequest request_;
-  const std::shared_ptr<Listener> listener_;
-  Leader::Ticket ticket_ ABSL_GUARDED_BY(engine_.mu_) = 0;
-  uint64_t pack_ ABSL_GUARDED_BY(engine_.mu_) = 0;  // 0: it began by itself
-  Leader::LayersDone layers_done_ ABSL_GUARDED_BY(engine_.mu_) = {
-      .ticket = 0, .layers = 0, .of = 1, .attempt = 1};  // of all pieces
-  Leader::LayersDone told_ ABSL_GUARDED_BY(engine_.mu_) = {.ticket = 0, .layers = 0, .of = 1, .attempt = 1};
-  std::optional<absl::StatusOr<Leader::Result>> answer_ ABSL_GUARDED_BY(engine_.mu_);
-};
 
 absl::StatusOr<std::unique_ptr<Prefill>> PoolEngine::Start(const PrefillRequest& request,
                                                            PrefillObserver* observer) {

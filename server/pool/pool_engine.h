@@ -17,6 +17,7 @@
 
 #include "absl/base/thread_annotations.h"
 #include "absl/status/statusor.h"
+#include "absl/time/time.h"
 #include "engine/engine_options.h"
 #include "engine/plan/speed_correction.h"
 #include "engine/prefill_engine.h"
@@ -66,7 +67,9 @@ class PoolEngine final : public PrefillEngine, private ControlService::Listener 
       std::span<const PrefillRequest> requests, std::span<PrefillObserver* const> observers) override;
 
  private:
-  class Run;
+  class Run;  // pool_run.h
+
+  static constexpr absl::Duration kTick = absl::Milliseconds(50);
 
   PoolEngine(const v1::Config& config, IdentifiedModel model, std::unique_ptr<HolderChannels> holders,
              Metrics& metrics);
