@@ -27,7 +27,7 @@ PARSERS = {
     "credentials": ["server/access/access.cc", "server/access/callers.cc"],
     "request stream": ["server/api/decoded.h", "server/api/plan_proto.cc", "server/api/prefill_stream.cc",
                        "server/api/traceparent.cc", "server/api/wide_token.cc"],
-    "statuses": ["server/api/status_details.cc"],
+    "statuses": ["server/api/status_details.cc", "server/queue/refusal.cc"],
     "KV requests": ["server/api/kv_fetch.cc", "server/api/kv_fetch_stream.cc", "server/api/slab_reader.cc"],
     "KV parts": ["server/pool/holder_call.cc", "server/pool/pool_kv_reader.cc"],
     "HTTP pages": ["server/observe/gzip.cc", "server/observe/http_pages.cc"],

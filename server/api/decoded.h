@@ -13,7 +13,7 @@
 #include "grpcpp/support/byte_buffer.h"
 #include "kernels/return_if_error.h"
 #include "meshfill/v1/prefill.grpc.pb.h"  // how messages become bytes
-#include "server/api/refusal.h"
+#include "server/queue/refusal.h"
 
 namespace meshfill {
 

@@ -20,9 +20,7 @@
 #include "server/api/kv_service.h"
 #include "server/api/live_streams.h"
 #include "server/api/plan_proto.h"
-#include "server/api/prefill_queue.h"
 #include "server/api/prefill_stream.h"
-#include "server/api/refusal.h"
 #include "server/api/refused_stream.h"
 #include "server/api/status_details.h"
 #include "server/api/store_leases.h"
@@ -32,6 +30,8 @@
 #include "server/listener/channel_limits.h"
 #include "server/listener/grpc_listener.h"
 #include "server/observe/build_name.h"
+#include "server/queue/prefill_queue.h"
+#include "server/queue/refusal.h"
 
 namespace meshfill {
 namespace {

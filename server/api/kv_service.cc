@@ -7,8 +7,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "kernels/return_if_error.h"
-#include "server/api/refusal.h"
-#include "server/api/status_details.h"
+#include "server/queue/refusal.h"
 
 namespace meshfill {
 

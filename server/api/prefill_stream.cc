@@ -6,7 +6,6 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_format.h"
 #include "engine/prefill_request.h"
 #include "grpc/support/time.h"
 #include "kernels/monotonic_time.h"
@@ -14,22 +13,22 @@
 #include "kernels/return_if_error.h"
 #include "server/access/access.h"
 #include "server/api/decoded.h"
+#include "server/api/end_line.h"
+#include "server/api/header_check.h"
 #include "server/api/plan_proto.h"
-#include "server/api/queue_room.h"
-#include "server/api/refusal.h"
 #include "server/api/request_id.h"
 #include "server/api/result_proto.h"
 #include "server/api/status_details.h"
 #include "server/api/traceparent.h"
 #include "server/api/wide_token.h"
 #include "server/observe/log.h"
+#include "server/queue/queue_room.h"
+#include "server/queue/refusal.h"
 
 namespace meshfill {
 namespace {
 
-constexpr size_t kMaxNameCharacters = 128;  // most characters of request_id, tenant and cache_salt
-constexpr absl::Duration kPlanAgain = absl::Seconds(1);     // speeds may have been corrected in that time
-constexpr size_t kMaxLoggedBytes = 4 * kMaxNameCharacters;  // most bytes of a name in UTF-8
+constexpr absl::Duration kPlanAgain = absl::Seconds(1);  // speeds may have been corrected in that time
 
 // gRPC's own deadline(), a count of nanoseconds, overflows at the longest timeouts that it takes.
 absl::Time DeadlineOf(const grpc::CallbackServerContext& context) {
@@ -38,35 +37,6 @@ absl::Time DeadlineOf(const grpc::CallbackServerContext& context) {
                                          gpr_now(GPR_CLOCK_MONOTONIC));
   if (left.tv_sec > kForEver) return absl::InfiniteFuture();
   return MonotonicNow() + absl::Seconds(left.tv_sec) + absl::Nanoseconds(left.tv_nsec);
-}
-
-// Characters of UTF-8 text, which protobuf has checked.
-size_t Characters(const std::string& text) {
-  return static_cast<size_t>(
-      std::count_if(text.begin(), text.end(), [](char byte) { return (byte & 0xc0) != 0x80; }));
-}
-
-absl::Status CheckName(const char* field, const std::string& name) {
-  const size_t characters = Characters(name);
-  if (characters <= kMaxNameCharacters) return absl::OkStatus();
-  return absl::InvalidArgumentError(
-      absl::StrCat(field, " has ", characters, " characters; at most ", kMaxNameCharacters, " are allowed"));
-}
-
-// What can be said of a header by itself and by the model's name.
-absl::Status CheckHeader(const v1::PrefillHeader& header, const PrefillEngine& engine) {
-  RETURN_IF_ERROR(CheckName("request_id", header.request_id()));
-  RETURN_IF_ERROR(CheckName("tenant", header.tenant()));
-  RETURN_IF_ERROR(CheckName("cache_salt", header.cache_salt()));
-  if (!header.model().empty() && header.model() != engine.model_name()) {
-    return absl::NotFoundError(absl::StrCat("model \"", header.model().substr(0, kMaxLoggedBytes),
-                                            "\" is not served here; name \"", engine.model_name(),
-                                            "\" or none"));
-  }
-  if (header.token_count() == 0) {
-    return absl::InvalidArgumentError("token_count is 0; a prompt needs at least one token");
-  }
-  return absl::OkStatus();
 }
 
 }  // namespace
@@ -134,7 +104,7 @@ absl::Status PrefillStream::TakeHeader() {
   header_ = std::move(*incoming_.mutable_header());
   ASSIGN_OR_RETURN(*header_.mutable_tenant(), TenantFor(caller_, header_.tenant()));
   RETURN_IF_ERROR(environment_.queue.CheckId(header_.request_id()));
-  RETURN_IF_ERROR(CheckHeader(header_, environment_.engine));
+  RETURN_IF_ERROR(CheckHeader(header_, environment_.engine.model_name()));
   ASSIGN_OR_RETURN(token_count_, ToTokenCount(header_.token_count(), environment_.engine));
   if (header_.request_id().empty()) header_.set_request_id(NewRequestId());
 
@@ -349,7 +319,7 @@ void PrefillStream::OnResultUnread() {
   const MutexLock lock(mu_);
   if (done_) return;
   LogLimited("results that are not read",
-             absl::StrCat("request id=", LogQuote(header_.request_id().substr(0, kMaxLoggedBytes)),
+             absl::StrCat("request id=", LogQuote(ShownName(header_.request_id())),
                           " was answered, but its client does not read (limits.result_timeout, "
                           "limits.unread_bytes): the answer is dropped"),
              DetailsOf(LogLevel::kWarning));
@@ -427,26 +397,12 @@ void PrefillStream::End(const absl::Status& status) {
 }
 
 void PrefillStream::LogEnd() const {
-  std::string line = absl::StrCat("request id=", LogQuote(header_.request_id().substr(0, kMaxLoggedBytes)),
-                                  " tenant=", LogQuote(header_.tenant().substr(0, kMaxLoggedBytes)),
-                                  " tokens=", header_.token_count());
-  const v1::PlanSummary& plan = status_.ok() ? result_.plan() : plan_;  // after a retry another one ran
-  if (plan.ranks() > 0) {
-    absl::StrAppend(&line, " plan=", plan.a(), "x", plan.b(), " heads=", plan.heads(),
-                    " ranks=", plan.ranks());
-  }
-  absl::StrAppendFormat(&line, " seconds=%.3f", absl::ToDoubleSeconds(MonotonicNow() - begin_));
-  if (status_.ok()) {
-    absl::StrAppendFormat(&line, " queue=%.3f prefill=%.3f", result_.seconds().queue(),
-                          result_.seconds().prefill());
-    if (result_.attempts() > 1) absl::StrAppend(&line, " attempts=", result_.attempts());
-    if (result_.pack_prompts() > 1) absl::StrAppend(&line, " pack=", result_.pack_prompts());
-  }
-  absl::StrAppend(&line, " code=", absl::StatusCodeToString(status_.code()));
-  if (!status_.ok()) {
-    absl::StrAppend(&line,
-                    " message=", LogQuote(logged_message_.empty() ? status_.message() : logged_message_));
-  }
+  const std::string line = EndLine({.header = header_,
+                                    .plan = plan_,
+                                    .result = result_,
+                                    .seconds = absl::ToDoubleSeconds(MonotonicNow() - begin_),
+                                    .status = status_,
+                                    .message = logged_message_});
   const LogDetails details = DetailsOf(LevelOfEnd(status_.code()));
   status_.ok() ? Log(line, details) : LogLimited(absl::StatusCodeToString(status_.code()), line, details);
 }
@@ -498,9 +454,8 @@ void PrefillStream::OnDone() {
     const MutexLock lock(mu_);
     done_ = true;
     if (trace_.has_value()) {
-      // A header that was refused may have names of any length.
-      spans = trace_->Finish({.id = header_.request_id().substr(0, kMaxLoggedBytes),
-                              .tenant = header_.tenant().substr(0, kMaxLoggedBytes),
+      spans = trace_->Finish({.id = ShownName(header_.request_id()),
+                              .tenant = ShownName(header_.tenant()),
                               .tokens = token_count_},
                              status_, MonotonicNow(), absl::Now());
     }

@@ -30,11 +30,11 @@
 #include "server/api/kv_leases.h"
 #include "server/api/kv_service.h"
 #include "server/api/live_streams.h"
-#include "server/api/prefill_queue.h"
 #include "server/observe/log_line.h"
 #include "server/observe/metrics.h"
 #include "server/observe/prefill_trace.h"
 #include "server/observe/span_exporter.h"
+#include "server/queue/prefill_queue.h"
 
 namespace meshfill {
 

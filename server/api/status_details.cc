@@ -4,15 +4,12 @@
 
 #include "absl/strings/cord.h"
 #include "absl/strings/string_view.h"
-#include "google/rpc/error_details.pb.h"
 #include "google/rpc/status.pb.h"
-#include "server/api/refusal.h"
-#include "server/config/config_units.h"
+#include "server/queue/refusal.h"
 
 namespace meshfill {
 namespace {
 
-constexpr absl::string_view kRetryInfoUrl = "type.googleapis.com/google.rpc.RetryInfo";
 constexpr size_t kMaxMessageBytes = 1024;
 
 // Cut between characters: a client may refuse a trailer that is not UTF-8.
@@ -24,20 +21,6 @@ std::string CutMessage(absl::string_view message) {
 }
 
 }  // namespace
-
-absl::Status WithRetryAfter(absl::Status status, absl::Duration delay) {
-  google::rpc::RetryInfo info;
-  *info.mutable_retry_delay() = ToProto(delay);
-  status.SetPayload(kRetryInfoUrl, absl::Cord(info.SerializeAsString()));
-  return status;
-}
-
-std::optional<absl::Duration> RetryAfter(const absl::Status& status) {
-  const auto payload = status.GetPayload(kRetryInfoUrl);
-  google::rpc::RetryInfo info;
-  if (!payload.has_value() || !info.ParseFromString(std::string(*payload))) return std::nullopt;
-  return ToDuration(info.retry_delay());
-}
 
 grpc::Status ToGrpcStatus(const absl::Status& status) {
   const std::string message = CutMessage(status.message());

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Plants mistakes that nobody thought of: random lines, changed at random, against the tests that stand nearest.
 
-Usage: tests/mutants/fresh.py FOLDER… [--count 50] [--seed S]      (FOLDER: engine, kernels/cpu, server/api/refusal.cc …)
+Usage: tests/mutants/fresh.py FOLDER… [--count 50] [--seed S]      (FOLDER: engine, kernels/cpu, server/queue/refusal.cc …)
        needs universalmutator from PyPI (its rules for C++ are what changes a line)
 
 A mutant counts if it compiles to other code than the source: those that do not compile, or compile to the same object, are

@@ -15,11 +15,11 @@
 #include "kernels/monotonic_time.h"
 #include "kernels/return_if_error.h"
 #include "nlohmann/json.hpp"
-#include "server/api/prefill_queue.h"
 #include "server/cli/commands/flags.h"
 #include "server/cli/progress_bar.h"
 #include "server/config/config.h"
 #include "server/pool/pool_engine.h"
+#include "server/queue/prefill_queue.h"
 
 namespace meshfill {
 namespace {

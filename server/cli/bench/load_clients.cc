@@ -12,8 +12,8 @@
 #include "absl/time/time.h"
 #include "kernels/monotonic_time.h"
 #include "kernels/mutex.h"
-#include "server/api/status_details.h"
 #include "server/cli/client.h"
+#include "server/queue/refusal.h"
 
 namespace meshfill {
 namespace {

@@ -2,7 +2,7 @@
 #include <optional>
 #include <vector>
 
-#include "server/api/status_details.h"
+#include "server/queue/refusal.h"
 #include "tests/server/api/front_end_fixture.h"
 
 namespace meshfill {

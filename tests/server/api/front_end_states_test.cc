@@ -5,7 +5,7 @@
 #include <utility>
 
 #include "kernels/monotonic_time.h"
-#include "server/api/status_details.h"
+#include "server/queue/refusal.h"
 #include "tests/server/api/front_end_fixture.h"
 
 namespace meshfill {

@@ -8,10 +8,11 @@
 
 #include "kernels/monotonic_time.h"
 #include "server/api/front_end.h"
-#include "server/api/prefill_queue.h"
-#include "server/api/queue_room.h"
 #include "server/config/config.h"
 #include "server/observe/log.h"
+#include "server/queue/prefill_queue.h"
+#include "server/queue/queue_room.h"
+#include "server/queue/refusal.h"
 #include "tests/server/api/kv_client.h"
 #include "tests/server/captured_log.h"
 #include "tests/server/eventually.h"

@@ -5,6 +5,7 @@
 #include "google/rpc/error_details.pb.h"
 #include "google/rpc/status.pb.h"
 #include "gtest/gtest.h"
+#include "server/queue/refusal.h"
 
 namespace meshfill {
 namespace {
@@ -40,6 +41,17 @@ TEST(StatusDetailsTest, RetryInfoIsInThePublicErrorModel) {
 
   EXPECT_EQ(RetryAfter(FromGrpcStatus(wire)), delay);
   EXPECT_EQ(RetryAfter(absl::ResourceExhaustedError("full")), std::nullopt);
+}
+
+TEST(StatusDetailsTest, ClientsDoNotSeeWhyTheyWereRefused) {
+  const absl::Status status = WithRefusal(
+      WithRetryAfter(absl::ResourceExhaustedError("full"), absl::Seconds(3)), Refusal::kQueueWait);
+  const absl::Status seen = FromGrpcStatus(ToGrpcStatus(status));
+  EXPECT_EQ(RetryAfter(seen), absl::Seconds(3));
+  EXPECT_FALSE(seen.GetPayload(kRefusalUrl).has_value());
+  EXPECT_EQ(
+      ToGrpcStatus(WithRefusal(absl::ResourceExhaustedError("full"), Refusal::kQueueWait)).error_details(),
+      "");
 }
 
 TEST(StatusDetailsTest, LongMessagesAreCutBetweenCharacters) {

@@ -15,6 +15,7 @@
 #include "kernels/mutex.h"
 #include "meshfill/v1/prefill.grpc.pb.h"
 #include "server/api/status_details.h"
+#include "server/queue/refusal.h"
 
 namespace meshfill {
 

@@ -1,6 +1,6 @@
 // A prefill in the order of turns (run_order.h): what was told of it, and how far it is.
-#ifndef MESHFILL_SERVER_API_RUN_ENTRY_H_
-#define MESHFILL_SERVER_API_RUN_ENTRY_H_
+#ifndef MESHFILL_SERVER_QUEUE_RUN_ENTRY_H_
+#define MESHFILL_SERVER_QUEUE_RUN_ENTRY_H_
 
 #include <cstdint>
 #include <string>
@@ -62,4 +62,4 @@ struct RunEntry {
 
 }  // namespace meshfill
 
-#endif  // MESHFILL_SERVER_API_RUN_ENTRY_H_
+#endif  // MESHFILL_SERVER_QUEUE_RUN_ENTRY_H_

@@ -24,8 +24,8 @@
 // until Remove, and what is put back claims its tokens again.
 //
 // Not thread-safe: the queue's lock guards it.
-#ifndef MESHFILL_SERVER_API_QUEUE_ROOM_H_
-#define MESHFILL_SERVER_API_QUEUE_ROOM_H_
+#ifndef MESHFILL_SERVER_QUEUE_QUEUE_ROOM_H_
+#define MESHFILL_SERVER_QUEUE_QUEUE_ROOM_H_
 
 #include <cstdint>
 #include <functional>
@@ -35,10 +35,10 @@
 
 #include "absl/status/status.h"
 #include "absl/time/time.h"
-#include "server/api/refusal.h"
-#include "server/api/run_order.h"
 #include "server/config/tenants.h"
 #include "server/observe/metrics.h"
+#include "server/queue/refusal.h"
+#include "server/queue/run_order.h"
 
 namespace meshfill {
 
@@ -144,4 +144,4 @@ class QueueRoom {
 
 }  // namespace meshfill
 
-#endif  // MESHFILL_SERVER_API_QUEUE_ROOM_H_
+#endif  // MESHFILL_SERVER_QUEUE_QUEUE_ROOM_H_

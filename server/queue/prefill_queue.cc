@@ -1,4 +1,4 @@
-#include "server/api/prefill_queue.h"
+#include "server/queue/prefill_queue.h"
 
 #include <algorithm>
 #include <iterator>

@@ -1,12 +1,15 @@
-#include "server/api/refusal.h"
+#include "server/queue/refusal.h"
 
 #include <algorithm>
 
 #include "absl/strings/cord.h"
+#include "google/rpc/error_details.pb.h"
+#include "server/config/config_units.h"
 
 namespace meshfill {
 namespace {
 
+constexpr absl::string_view kRetryInfoUrl = "type.googleapis.com/google.rpc.RetryInfo";
 constexpr size_t kMostTenants = 4096;  // tenants that have a line; others are told no wait
 
 }  // namespace
@@ -43,6 +46,20 @@ Refusal RefusalOf(const absl::Status& status) {
     default:
       return Refusal::kOther;
   }
+}
+
+absl::Status WithRetryAfter(absl::Status status, absl::Duration delay) {
+  google::rpc::RetryInfo info;
+  *info.mutable_retry_delay() = ToProto(delay);
+  status.SetPayload(kRetryInfoUrl, absl::Cord(info.SerializeAsString()));
+  return status;
+}
+
+std::optional<absl::Duration> RetryAfter(const absl::Status& status) {
+  const auto payload = status.GetPayload(kRetryInfoUrl);
+  google::rpc::RetryInfo info;
+  if (!payload.has_value() || !info.ParseFromString(std::string(*payload))) return std::nullopt;
+  return ToDuration(info.retry_delay());
 }
 
 double RetryLine::Join(const std::string& tenant, double work_seconds, absl::Time now) {

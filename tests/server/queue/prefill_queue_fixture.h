@@ -1,7 +1,7 @@
 // What tests of the queue share: an engine that stands where it is told to, and a waiter that writes down
 // what it hears.
-#ifndef MESHFILL_TESTS_SERVER_API_PREFILL_QUEUE_FIXTURE_H_
-#define MESHFILL_TESTS_SERVER_API_PREFILL_QUEUE_FIXTURE_H_
+#ifndef MESHFILL_TESTS_SERVER_QUEUE_PREFILL_QUEUE_FIXTURE_H_
+#define MESHFILL_TESTS_SERVER_QUEUE_PREFILL_QUEUE_FIXTURE_H_
 
 #include <chrono>
 #include <future>
@@ -13,8 +13,8 @@
 #include "absl/strings/str_cat.h"
 #include "gtest/gtest.h"
 #include "kernels/monotonic_time.h"
-#include "server/api/prefill_queue.h"
-#include "server/api/status_details.h"
+#include "server/queue/prefill_queue.h"
+#include "server/queue/refusal.h"
 #include "tests/server/fake_engine.h"
 
 namespace meshfill {
@@ -103,4 +103,4 @@ class PrefillQueueFixture : public testing::Test {
 
 }  // namespace meshfill
 
-#endif  // MESHFILL_TESTS_SERVER_API_PREFILL_QUEUE_FIXTURE_H_
+#endif  // MESHFILL_TESTS_SERVER_QUEUE_PREFILL_QUEUE_FIXTURE_H_

@@ -1,4 +1,4 @@
-#include "server/api/queue_room.h"
+#include "server/queue/queue_room.h"
 
 #include <algorithm>
 #include <utility>
@@ -6,7 +6,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "kernels/return_if_error.h"
-#include "server/api/status_details.h"
+#include "server/queue/refusal.h"
 
 namespace meshfill {
 namespace {

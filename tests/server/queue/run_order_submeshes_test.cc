@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "server/api/run_order.h"
+#include "server/queue/run_order.h"
 #include "tests/engine/random_seed.h"
 
 namespace meshfill {

@@ -51,8 +51,8 @@
 //
 //     Announce ──► Complete ──► [waits] ──Choose──► [lives: computes or stands still] ──► Remove
 //                                  ◄────PutBack────┘  (no memory beside the others)
-#ifndef MESHFILL_SERVER_API_RUN_ORDER_H_
-#define MESHFILL_SERVER_API_RUN_ORDER_H_
+#ifndef MESHFILL_SERVER_QUEUE_RUN_ORDER_H_
+#define MESHFILL_SERVER_QUEUE_RUN_ORDER_H_
 
 #include <cstdint>
 #include <map>
@@ -62,8 +62,8 @@
 
 #include "absl/time/time.h"
 #include "engine/prefill_engine.h"
-#include "server/api/gang_choice.h"
-#include "server/api/run_entry.h"
+#include "server/queue/gang_choice.h"
+#include "server/queue/run_entry.h"
 
 namespace meshfill {
 
@@ -189,4 +189,4 @@ class RunOrder {
 
 }  // namespace meshfill
 
-#endif  // MESHFILL_SERVER_API_RUN_ORDER_H_
+#endif  // MESHFILL_SERVER_QUEUE_RUN_ORDER_H_

@@ -1,5 +1,5 @@
 // The order by itself, in virtual time: random prompts come, and a pool computes what the order says.
-#include "server/api/run_order.h"
+#include "server/queue/run_order.h"
 
 #include <gtest/gtest.h>
 

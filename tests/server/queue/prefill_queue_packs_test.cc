@@ -10,10 +10,10 @@
 #include "absl/time/clock.h"
 #include "gtest/gtest.h"
 #include "kernels/monotonic_time.h"
-#include "server/api/prefill_queue.h"
+#include "server/queue/prefill_queue.h"
 #include "tests/engine/random_seed.h"
-#include "tests/server/api/prefill_queue_fixture.h"
 #include "tests/server/eventually.h"
+#include "tests/server/queue/prefill_queue_fixture.h"
 
 namespace meshfill {
 namespace {

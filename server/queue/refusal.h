@@ -1,9 +1,10 @@
-// Why a request was refused, for the metrics: part of a status inside our code, unknown to clients. And when
-// those come again whom a full queue refuses.
-#ifndef MESHFILL_SERVER_API_REFUSAL_H_
-#define MESHFILL_SERVER_API_REFUSAL_H_
+// What the status of a refused request says beside its code and words: why it was refused, for the metrics
+// and unknown to clients, and when it may come again. Both are payloads of the absl::Status.
+#ifndef MESHFILL_SERVER_QUEUE_REFUSAL_H_
+#define MESHFILL_SERVER_QUEUE_REFUSAL_H_
 
 #include <map>
+#include <optional>
 #include <string>
 
 #include "absl/status/status.h"
@@ -19,6 +20,10 @@ inline constexpr absl::string_view kRefusalUrl = "meshfill/refusal";  // type UR
 absl::Status WithRefusal(absl::Status status, Refusal refusal);
 // The reason that it was given, or what its code says.
 Refusal RefusalOf(const absl::Status& status);
+
+// `status` with the advice to try again after `delay`: google.rpc.RetryInfo.
+absl::Status WithRetryAfter(absl::Status status, absl::Duration delay);
+std::optional<absl::Duration> RetryAfter(const absl::Status& status);
 
 // Tells those whom a full queue refuses when to come again: one after the other, as fast as the pool serves
 // them, and not all at once. A tenant's requests wait for its own alone, so that nobody else's announcements
@@ -42,4 +47,4 @@ class RetryLine {
 
 }  // namespace meshfill
 
-#endif  // MESHFILL_SERVER_API_REFUSAL_H_
+#endif  // MESHFILL_SERVER_QUEUE_REFUSAL_H_

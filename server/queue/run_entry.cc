@@ -1,4 +1,4 @@
-#include "server/api/run_entry.h"
+#include "server/queue/run_entry.h"
 
 #include <cmath>
 #include <limits>

@@ -1,4 +1,4 @@
-#include "server/api/gang_choice.h"
+#include "server/queue/gang_choice.h"
 
 #include <algorithm>
 #include <cmath>

@@ -12,7 +12,7 @@
 #include <utility>
 #include <vector>
 
-#include "server/api/run_order.h"
+#include "server/queue/run_order.h"
 #include "tests/engine/random_seed.h"
 
 namespace meshfill {

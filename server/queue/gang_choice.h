@@ -1,8 +1,8 @@
 // Chooses who computes at the same time, by the order of turns (run_order.h): one prefill on all devices,
 // several on sub-meshes, or several that share one pass on all devices (engine/plan/pack.h). Pure; made for
 // one choice.
-#ifndef MESHFILL_SERVER_API_GANG_CHOICE_H_
-#define MESHFILL_SERVER_API_GANG_CHOICE_H_
+#ifndef MESHFILL_SERVER_QUEUE_GANG_CHOICE_H_
+#define MESHFILL_SERVER_QUEUE_GANG_CHOICE_H_
 
 #include <cstddef>
 #include <cstdint>
@@ -13,7 +13,7 @@
 
 #include "absl/time/time.h"
 #include "engine/plan/pack.h"
-#include "server/api/run_entry.h"
+#include "server/queue/run_entry.h"
 
 namespace meshfill {
 
@@ -82,4 +82,4 @@ class GangChoice {
 
 }  // namespace meshfill
 
-#endif  // MESHFILL_SERVER_API_GANG_CHOICE_H_
+#endif  // MESHFILL_SERVER_QUEUE_GANG_CHOICE_H_

@@ -1,4 +1,4 @@
-#include "server/api/refusal.h"
+#include "server/queue/refusal.h"
 
 #include <algorithm>
 #include <deque>
@@ -10,7 +10,6 @@
 #include <vector>
 
 #include "gtest/gtest.h"
-#include "server/api/status_details.h"
 #include "tests/engine/random_seed.h"
 
 namespace meshfill {
@@ -44,15 +43,11 @@ TEST(RefusalTest, ReasonsHaveNamesOfTheirOwn) {
   EXPECT_FALSE(names.contains("?"));
 }
 
-TEST(RefusalTest, ClientsDoNotSeeIt) {
-  const absl::Status status = WithRefusal(
-      WithRetryAfter(absl::ResourceExhaustedError("full"), absl::Seconds(3)), Refusal::kQueueWait);
-  const absl::Status seen = FromGrpcStatus(ToGrpcStatus(status));
-  EXPECT_EQ(RetryAfter(seen), absl::Seconds(3));
-  EXPECT_FALSE(seen.GetPayload(kRefusalUrl).has_value());
-  EXPECT_EQ(
-      ToGrpcStatus(WithRefusal(absl::ResourceExhaustedError("full"), Refusal::kQueueWait)).error_details(),
-      "");
+TEST(RefusalTest, TheAdviceToComeAgainIsKept) {
+  const absl::Status full = absl::ResourceExhaustedError("full");
+  EXPECT_EQ(RetryAfter(full), std::nullopt);
+  EXPECT_EQ(RetryAfter(WithRefusal(WithRetryAfter(full, absl::Milliseconds(3250)), Refusal::kQueueWait)),
+            absl::Milliseconds(3250));
 }
 
 TEST(RetryLine, EachComesAfterThoseToldBefore) {

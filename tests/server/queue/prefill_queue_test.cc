@@ -1,4 +1,4 @@
-#include "server/api/prefill_queue.h"
+#include "server/queue/prefill_queue.h"
 
 #include <map>
 #include <memory>
@@ -9,10 +9,9 @@
 #include "absl/strings/str_cat.h"
 #include "gtest/gtest.h"
 #include "kernels/monotonic_time.h"
-#include "server/api/queue_room.h"
-#include "server/api/refusal.h"
-#include "server/api/status_details.h"
-#include "tests/server/api/prefill_queue_fixture.h"
+#include "server/queue/queue_room.h"
+#include "server/queue/refusal.h"
+#include "tests/server/queue/prefill_queue_fixture.h"
 
 namespace meshfill {
 namespace {

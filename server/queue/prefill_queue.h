@@ -13,8 +13,8 @@
 //
 // Thread-safe. Waiters are called from the queue's threads, one for each prefill that may live in the engine,
 // or the engine's threads, never under the queue's lock.
-#ifndef MESHFILL_SERVER_API_PREFILL_QUEUE_H_
-#define MESHFILL_SERVER_API_PREFILL_QUEUE_H_
+#ifndef MESHFILL_SERVER_QUEUE_PREFILL_QUEUE_H_
+#define MESHFILL_SERVER_QUEUE_PREFILL_QUEUE_H_
 
 #include <cstdint>
 #include <deque>
@@ -32,11 +32,11 @@
 #include "engine/prefill_engine.h"
 #include "kernels/monotonic_time.h"
 #include "kernels/mutex.h"
-#include "server/api/queue_room.h"
-#include "server/api/run_order.h"
 #include "server/observe/last_prefill.h"
 #include "server/observe/liveness.h"
 #include "server/observe/metrics.h"
+#include "server/queue/queue_room.h"
+#include "server/queue/run_order.h"
 
 namespace meshfill {
 
@@ -229,4 +229,4 @@ class PrefillQueue {
 
 }  // namespace meshfill
 
-#endif  // MESHFILL_SERVER_API_PREFILL_QUEUE_H_
+#endif  // MESHFILL_SERVER_QUEUE_PREFILL_QUEUE_H_

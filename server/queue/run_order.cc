@@ -1,4 +1,4 @@
-#include "server/api/run_order.h"
+#include "server/queue/run_order.h"
 
 #include <algorithm>
 #include <cmath>

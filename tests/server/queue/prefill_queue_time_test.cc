@@ -6,10 +6,10 @@
 #include <vector>
 
 #include "absl/time/clock.h"
-#include "server/api/prefill_queue.h"
-#include "server/api/queue_room.h"
-#include "tests/server/api/prefill_queue_fixture.h"
+#include "server/queue/prefill_queue.h"
+#include "server/queue/queue_room.h"
 #include "tests/server/eventually.h"
+#include "tests/server/queue/prefill_queue_fixture.h"
 
 namespace meshfill {
 namespace {

@@ -1,4 +1,4 @@
-#include "server/api/queue_room.h"
+#include "server/queue/queue_room.h"
 
 #include <algorithm>
 #include <array>
@@ -9,9 +9,8 @@
 #include <vector>
 
 #include "gtest/gtest.h"
-#include "server/api/refusal.h"
-#include "server/api/run_order.h"
-#include "server/api/status_details.h"
+#include "server/queue/refusal.h"
+#include "server/queue/run_order.h"
 #include "tests/engine/random_seed.h"
 
 namespace meshfill {
