@@ -76,7 +76,7 @@ class PoolFaultsTest(PoolTestCase):
         self.start_leader("pool.hang_timeout=5s")
         workers = self.workers("a", "b", "c")
         prompt = self.tmp / "frozen.bytes"
-        prompt.write_bytes(self.long_prompt.read_bytes()[:24_000])  # with AMX a second
+        prompt.write_bytes(self.long_prompt.read_bytes()[:18_000])  # with AMX half a second
         running = self.prefill_later(prompt, "--format", "bytes")
         self.wait_until(lambda: self.metric('meshfill_ranks{state="running"}') == 3)
         before = ticks_by_thread(workers[1].process.pid)
@@ -228,9 +228,11 @@ class PoolFaultsTest(PoolTestCase):
         workers = [self.worker(name, environment=faults.environment) for name in "ab"]
         for worker in workers:
             worker.wait_for("joined the pool")
+        prompt = self.tmp / "clock.bytes"
+        prompt.write_bytes(self.long_prompt.read_bytes()[:10_000])
         for seconds in (3600, -3600, 86400, 0):
-            running = self.prefill_later(self.middle_prompt, "--format", "bytes", "--tile", "1x2")
-            self.wait_until(lambda: self.metric('meshfill_ranks{state="running"}') == 2)
+            running = self.prefill_later(prompt, "--format", "bytes", "--tile", "1x2")
+            self.wait_until(lambda: self.metric('meshfill_ranks{state="running"}') == 2, pause=0.005)
             faults.set(clock_offset_seconds=seconds)
             self.assertEqual(self.answer_of(running)["plan"]["ranks"], 2)
             time.sleep(0.3)

@@ -116,11 +116,11 @@ class PoolTestCase(CliTestCase):
         status = json.load(urllib.request.urlopen(f"http://{self.metrics_address}/status.json", timeout=5))
         return {request["id"]: request["phase"] for request in status["pool"]["requests"]}
 
-    def wait_until(self, condition, seconds=TIMEOUT_SECONDS):
+    def wait_until(self, condition, seconds=TIMEOUT_SECONDS, pause=0.02):
         deadline = time.monotonic() + seconds
         while not condition():
             self.assertLess(time.monotonic(), deadline, "it does not come to pass:\n" + "".join(self.leader.lines))
-            time.sleep(0.02)
+            time.sleep(pause)
 
     def answer_of(self, running):
         """Of prefill_later: the object it printed."""

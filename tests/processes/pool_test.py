@@ -3,6 +3,7 @@
 
 Usage: pool_test.py PATH_OF_MESHFILL [unittest arguments]
 """
+import contextlib
 import gzip
 import json
 import os
@@ -251,23 +252,28 @@ class PoolTest(PoolTestCase):
         victim.signal(signal.SIGCONT)  # it comes back by itself
         self.leader.wait_for('worker "c" joined', count=2)
 
-    def begun_one_after_the_other(self, workers, **tokens):
-        """Prompts by id, each at most half as long as the one before; each comes once the one before computes.
+    @contextlib.contextmanager
+    def standing_still(self, workers):
+        """While a client starts: a busy machine would end the prompts that came before it meanwhile."""
+        for worker in workers:
+            worker.signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            for worker in workers:
+                worker.signal(signal.SIGCONT)
 
-        The workers stand still while a client starts, or a busy machine would end the prompt before it meanwhile.
-        """
+    def begun_one_after_the_other(self, workers, **tokens):
+        """Prompts by id, each at most half as long as the one before; each comes once the one before computes."""
         running = {}
         for name, count in tokens.items():
             prompt = self.tmp / f"{name}.bytes"
             prompt.write_bytes(self.long_prompt.read_bytes()[:count])
-            self.wait_until(lambda: not running or self.phases().get([*running][-1]) == "running")
-            for worker in workers:
-                worker.signal(signal.SIGSTOP)
-            running[name] = self.prefill_later(prompt, "--format", "bytes", "--request-id", name, "--logits-out",
-                                               self.tmp / f"{name}.logits")
-            self.wait_until(lambda: name in self.phases())  # noqa: B023
-            for worker in workers:
-                worker.signal(signal.SIGCONT)
+            self.wait_until(lambda: not running or self.phases().get([*running][-1]) == "running", pause=0.005)
+            with self.standing_still(workers):
+                running[name] = self.prefill_later(prompt, "--format", "bytes", "--request-id", name, "--logits-out",
+                                                   self.tmp / f"{name}.logits")
+                self.wait_until(lambda: name in self.phases())  # noqa: B023
         return running
 
     def check_calm(self, name, result):
@@ -279,10 +285,14 @@ class PoolTest(PoolTestCase):
         self.assertEqual(calm.read_bytes(), (self.tmp / f"{name}.logits").read_bytes())
 
     def test_long_prompts_give_way_to_shorter_ones(self):
-        running = self.begun_one_after_the_other(self.workers("a", "b"), long=28_000, middle=14_000)
-        self.wait_until(lambda: self.phases() == {"middle": "running", "long": "paused"})
-        for _ in range(3):
-            short = self.prefill(self.prompt, "--logits-out", self.tmp / "short.logits")
+        workers = self.workers("a", "b")
+        running = self.begun_one_after_the_other(workers, long=20_000, middle=10_000)
+        self.wait_until(lambda: self.phases() == {"middle": "running", "long": "paused"}, pause=0.005)
+        for name in ("first", "second", "third"):
+            with self.standing_still(workers):
+                client = self.prefill_later(self.prompt, "--request-id", name, "--logits-out", self.tmp / "short.logits")
+                self.wait_until(lambda: name in self.phases())  # noqa: B023
+            short = self.answer_of(client)
             self.assertIsNone(running["long"].poll())
         self.assertGreaterEqual(self.metric("meshfill_preemptions_total"), 4)
         results = {name: self.answer_of(each) for name, each in running.items()}
@@ -308,7 +318,7 @@ class PoolTest(PoolTestCase):
 
         victim = self.worker_behind(watch, "b")
         victim.wait_for("joined the pool")
-        running = self.begun_one_after_the_other([victim, *self.workers("a", "c")], long=28_000, middle=14_000, small=7_000)
+        running = self.begun_one_after_the_other([victim, *self.workers("a", "c")], long=20_000, middle=10_000, small=5_000)
         results = {name: self.answer_of(each) for name, each in running.items()}
         self.assertEqual(struck[0], {"small": "running", "middle": "paused", "long": "paused"})
         self.assertEqual(self.metric("meshfill_worker_losses_total"), 1)
@@ -321,8 +331,8 @@ class PoolTest(PoolTestCase):
         self.assertEqual(self.logged("attempts=2"), 3)
 
     def test_cancelled_while_it_stands_still(self):
-        running = self.begun_one_after_the_other(self.workers("a", "b"), long=28_000, middle=14_000)
-        self.wait_until(lambda: self.phases() == {"middle": "running", "long": "paused"})
+        running = self.begun_one_after_the_other(self.workers("a", "b"), long=20_000, middle=10_000)
+        self.wait_until(lambda: self.phases() == {"middle": "running", "long": "paused"}, pause=0.005)
         running["long"].send_signal(signal.SIGINT)
         self.wait_until(lambda: "long" not in self.phases())
         out, error = running["long"].communicate(timeout=TIMEOUT_SECONDS)
@@ -385,7 +395,7 @@ class PoolTest(PoolTestCase):
         drained = self.worker_struck("c", "Progress", lambda: drained.signal(signal.SIGTERM))
         drained.wait_for("joined the pool")
         prompt = self.tmp / "drain.bytes"
-        prompt.write_bytes(self.long_prompt.read_bytes()[:30_000])
+        prompt.write_bytes(self.long_prompt.read_bytes()[:16_000])
         result = self.answer_of(self.prefill_later(prompt, "--format", "bytes"))
         self.assertEqual(result["plan"]["ranks"], 3)
         self.assertEqual(drained.process.wait(TIMEOUT_SECONDS), 0)
