@@ -1,16 +1,20 @@
 """`python -m meshfill`: output, exit statuses, errors of one line; and the tokenizer."""
 
+import contextlib
+import io
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import unittest
+from unittest import mock
 
 import grpc
 
 from fake_server import Faults
 from fixtures import ServerTest
+from meshfill.cli import main
 
 TOKENIZER = {
     "version": "1.0",
@@ -27,14 +31,26 @@ TOKENIZER = {
 
 class CliTest(ServerTest):
     def run_cli(self, *arguments, status=0, stdin="", **environment):
+        """What it printed."""
         command = [sys.executable, "-m", "meshfill", *arguments]
         environment = {**os.environ, **environment}
         done = subprocess.run(command, input=stdin, env=environment, capture_output=True, text=True, timeout=60)
-        self.assertEqual(done.returncode, status, done.stderr)
+        return self.check_output(status, done.returncode, done.stdout, done.stderr)
+
+    def call_cli(self, *arguments, status=0, stdin="", **environment):
+        """The same in this process: another takes half a second to load its modules."""
+        out, error, source = io.StringIO(), io.StringIO(), io.TextIOWrapper(io.BytesIO(stdin.encode()))
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error), mock.patch("sys.stdin", source):
+            with mock.patch.dict(os.environ, environment):
+                done = main(list(arguments))
+        return self.check_output(status, done, out.getvalue(), error.getvalue())
+
+    def check_output(self, wanted, status, out, error):
+        self.assertEqual(status, wanted, error)
         if status:
-            self.assertEqual(done.stdout, "")
-            self.assertEqual(len(done.stderr.splitlines()), 1, done.stderr)
-        return done.stderr if status else done.stdout
+            self.assertEqual(out, "")
+            self.assertEqual(len(error.splitlines()), 1, error)
+        return error if status else out
 
     def setUp(self):
         folder = tempfile.TemporaryDirectory()
@@ -63,8 +79,8 @@ class CliTest(ServerTest):
         out = self.run_cli(*common, "--tokenizer", self.folder)
         self.assertIn("first token  3  'three'", out)
         self.assertIn("prompt       2 tokens", out)
-        self.assertIn("--tokenizer", self.run_cli(*common, status=2))
-        self.assertIn("tokenizer.json", self.run_cli(*common, "--tokenizer", "/nowhere", status=2))
+        self.assertIn("--tokenizer", self.call_cli(*common, status=2))
+        self.assertIn("tokenizer.json", self.call_cli(*common, "--tokenizer", "/nowhere", status=2))
 
     def test_text_from_standard_input_is_utf_8_whatever_the_locale(self):
         server = self.serve()
@@ -85,11 +101,11 @@ class CliTest(ServerTest):
 
     def test_plan_pool_and_cancel(self):
         server = self.serve()
-        self.assertIn("2 x 2", self.run_cli("plan", "--server", server.address, "--tokens", "1000"))
-        plan = json.loads(self.run_cli("plan", "--server", server.address, "--tokens", "1000", "--json"))
+        self.assertIn("2 x 2", self.call_cli("plan", "--server", server.address, "--tokens", "1000"))
+        plan = json.loads(self.call_cli("plan", "--server", server.address, "--tokens", "1000", "--json"))
         steps = [{"comm": "kv", "blocks": [[0, 1]]}, {"comm": "q", "blocks": [[1, 1]], "spans": 2}]
         self.assertEqual(plan["steps"], steps)
-        self.assertEqual(json.loads(self.run_cli("pool", "--server", server.address, "--json"))["ranks"], 4)
+        self.assertEqual(json.loads(self.call_cli("pool", "--server", server.address, "--json"))["ranks"], 4)
         self.assertIn("not live", self.run_cli("cancel", "--server", server.address, "gone", status=2))
 
     def test_the_token_is_of_a_file_or_of_the_environment(self):
@@ -98,26 +114,26 @@ class CliTest(ServerTest):
         file = os.path.join(self.folder, "token")
         with open(file, "w") as out:
             out.write("secret\n")
-        self.run_cli(*pool, "--token-file", file, MESHFILL_TOKEN="other")
+        self.call_cli(*pool, "--token-file", file, MESHFILL_TOKEN="other")
         self.run_cli(*pool, MESHFILL_TOKEN="secret")
         for token in ("", "other"):
-            self.assertIn("no token, or a wrong one", self.run_cli(*pool, status=1, MESHFILL_TOKEN=token))
+            self.assertIn("no token, or a wrong one", self.call_cli(*pool, status=1, MESHFILL_TOKEN=token))
 
     def test_bad_usage_and_input_are_2_the_rest_1(self):
         server = self.serve()
         at = ["--server", server.address]
         self.run_cli(status=2)
-        self.run_cli("prefill", *at, status=2)
-        self.run_cli("prefill", *at, "--ids", self.ids, "--tile", "9", status=2)
-        self.assertIn("/nowhere", self.run_cli("prefill", *at, "--ids", "/nowhere", status=2))
-        self.assertIn("id 1 is 'x'", self.run_cli("prefill", *at, "--ids", "-", status=2, stdin="1 x"))
-        self.assertIn("at least one", self.run_cli("prefill", *at, "--ids", "-", status=2))
+        self.call_cli("prefill", *at, status=2)
+        self.call_cli("prefill", *at, "--ids", self.ids, "--tile", "9", status=2)
+        self.assertIn("/nowhere", self.call_cli("prefill", *at, "--ids", "/nowhere", status=2))
+        self.assertIn("id 1 is 'x'", self.call_cli("prefill", *at, "--ids", "-", status=2, stdin="1 x"))
+        self.assertIn("at least one", self.call_cli("prefill", *at, "--ids", "-", status=2))
         self.assertIn("meshfill serve", self.run_cli("prefill", "--server", "127.0.0.1:1", "--ids", self.ids, status=1))
         server.faults = Faults(refuse=(grpc.StatusCode.INVALID_ARGUMENT, "id 7\nis outside the vocabulary"))
-        error = self.run_cli("prefill", *at, "--ids", self.ids, status=2)
+        error = self.call_cli("prefill", *at, "--ids", self.ids, status=2)
         self.assertEqual(error, f"meshfill prefill: server {server.address}: id 7 is outside the vocabulary\n")
         server.faults = Faults(refuse=(grpc.StatusCode.RESOURCE_EXHAUSTED, "full"))
-        self.run_cli("prefill", *at, "--ids", self.ids, status=1)
+        self.call_cli("prefill", *at, "--ids", self.ids, status=1)
 
 
 if __name__ == "__main__":
