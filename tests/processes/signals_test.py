@@ -93,7 +93,7 @@ class SignalsTest(PoolTestCase):
         """One signal that costs nothing, or a stop that is shorter than any patience."""
         number = self.random.choice((*HARMLESS, signal.SIGSTOP))
         process.send_signal(number)
-        time.sleep(self.random.uniform(0, 0.2))
+        time.sleep(self.random.uniform(0, 0.2 if number == signal.SIGSTOP else 0.1))
         if number == signal.SIGSTOP:
             process.send_signal(signal.SIGCONT)
 
