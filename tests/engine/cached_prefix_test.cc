@@ -322,17 +322,17 @@ class CountLayers final : public PrefillObserver {
 };
 
 void TestPieces(ModelFamily family, int ranks, const std::string& device, DType dtype = DType::kF32) {
-  constexpr int64_t kTokens = 2000;
+  const int64_t tokens = FamilyOf(family).long_rope ? 2 * kOriginalContext : 1000;
   std::mt19937_64 random(TestSeed());
   EngineOptions options = OptionsOf(family, ranks, dtype);
   options.device = device;
   const auto whole = Load(options);
-  const std::vector<uint32_t> prompt = RandomTokens(kTokens, random);
-  const auto needed = whole->MakePlan(kTokens, {})->plan.predicted.run_bytes;
+  const std::vector<uint32_t> prompt = RandomTokens(tokens, random);
+  const auto needed = whole->MakePlan(tokens, {})->plan.predicted.run_bytes;
   options.memory_budget_bytes = needed * 6 / 10;
   const auto engine = Load(options);
   for (const PrefillOptions& shape : ShapesOf(ranks)) {
-    const auto plan = engine->MakePlan(kTokens, shape);
+    const auto plan = engine->MakePlan(tokens, shape);
     ASSERT_TRUE(plan.ok()) << plan.status() << " " << NameOf(shape);
     EXPECT_GT(plan->pieces.size(), 1u);
     EXPECT_LE(plan->plan.predicted.run_bytes, needed * 6 / 10);
@@ -341,7 +341,7 @@ void TestPieces(ModelFamily family, int ranks, const std::string& device, DType 
     ASSERT_TRUE(actual.ok()) << actual.status() << " " << NameOf(shape);
     EXPECT_EQ(actual->pieces, std::ssize(plan->pieces));
     EXPECT_EQ(actual->piece_tokens % (ranks * kStripe), 0);
-    EXPECT_EQ(actual->tokens(), kTokens);
+    EXPECT_EQ(actual->tokens(), tokens);
     EXPECT_EQ(actual->cached_tokens, 0);
     EXPECT_EQ(layers.done, actual->pieces * 2);
     EXPECT_EQ(layers.of, actual->pieces * 2);
@@ -359,10 +359,10 @@ void TestPieces(ModelFamily family, int ranks, const std::string& device, DType 
   ASSERT_TRUE(kept.ok()) << kept.status();
   const auto expected = PrefillKeepingKv(*whole, prompt);
   ExpectSameKv(kept->kv, expected->kv, Tolerance(dtype), "kept");
-  const auto longer = Joined(prompt, kTokens, RandomTokens(300, random));
+  const auto longer = Joined(prompt, tokens, RandomTokens(300, random));
   const auto behind = RunPrefill(*engine, {longer, Cached(longer, {}, "", "", long_rope)});
   ASSERT_TRUE(behind.ok()) << behind.status();
-  EXPECT_GT(behind->cached_tokens, kTokens - 100);
+  EXPECT_GT(behind->cached_tokens, tokens - 100);
   ExpectClose(behind->logits, RunPrefill(*whole, {longer, {}})->logits, Tolerance(dtype), "behind");
 }
 
