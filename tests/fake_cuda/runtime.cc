@@ -33,6 +33,8 @@ using Clock = std::chrono::steady_clock;
 // No mapping of a process lies here: the host faults when it reads a device pointer.
 constexpr uintptr_t kDeviceOffset = uintptr_t{1} << 52;
 constexpr size_t kGraveyardBytes = size_t{256} << 20;
+constexpr size_t kSpareBytes = size_t{256} << 20;
+constexpr size_t kLargeBytes = size_t{1} << 20;
 
 struct Allocation {
   std::unique_ptr<unsigned char[]> memory;
@@ -79,7 +81,8 @@ class Memory {
     in_use_ += size_bytes;
     most_ = std::max(most_, in_use_);
     // With room before and behind, so that neighbours never touch.
-    auto memory = std::unique_ptr<unsigned char[]>(new unsigned char[size_bytes + 512]);
+    std::unique_ptr<unsigned char[]> memory = TakeSpare(size_bytes);
+    if (memory == nullptr) memory.reset(new unsigned char[size_bytes + 512]);
     const uintptr_t begin = (reinterpret_cast<uintptr_t>(memory.get()) + 255) / 256 * 256;
     allocations_[begin] = {std::move(memory), size_bytes};
     return reinterpret_cast<void*>(begin + kDeviceOffset);
@@ -108,6 +111,7 @@ class Memory {
     while (buried_ > kGraveyardBytes) {
       const auto oldest = allocations_.find(graveyard_.front());
       buried_ -= oldest->second.size_bytes;
+      Spare(std::move(oldest->second));
       allocations_.erase(oldest);
       graveyard_.pop_front();
     }
@@ -134,10 +138,26 @@ class Memory {
   }
 
  private:
+  // Memory that was large goes to the next of its size: the system takes longer to give new pages than the
+  // operations of a test's model take.
+  void Spare(Allocation allocation) {
+    if (allocation.size_bytes < kLargeBytes || spare_ + allocation.size_bytes > kSpareBytes) return;
+    spare_ += allocation.size_bytes;
+    spares_.emplace(allocation.size_bytes, std::move(allocation.memory));
+  }
+  std::unique_ptr<unsigned char[]> TakeSpare(size_t size_bytes) {
+    auto found = spares_.extract(size_bytes);
+    if (found.empty()) return nullptr;
+    spare_ -= size_bytes;
+    return std::move(found.mapped());
+  }
+
   std::mutex mutex_;
   std::map<uintptr_t, Allocation> allocations_;  // by their first byte on the host
   std::deque<uintptr_t> graveyard_;
   size_t buried_ = 0;
+  std::multimap<size_t, std::unique_ptr<unsigned char[]>> spares_;  // by size
+  size_t spare_ = 0;                                                // their bytes
   size_t in_use_ = 0;
   size_t most_ = 0;
 };
