@@ -290,7 +290,8 @@ class PoolTest(PoolTestCase):
         self.wait_until(lambda: self.phases() == {"middle": "running", "long": "paused"}, pause=0.005)
         for name in ("first", "second", "third"):
             with self.standing_still(workers):
-                client = self.prefill_later(self.prompt, "--request-id", name, "--logits-out", self.tmp / "short.logits")
+                client = self.prefill_later(self.prompt, "--request-id", name, "--logits-out",
+                                            self.tmp / "short.logits")
                 self.wait_until(lambda: name in self.phases())  # noqa: B023
             short = self.answer_of(client)
             self.assertIsNone(running["long"].poll())
@@ -318,7 +319,8 @@ class PoolTest(PoolTestCase):
 
         victim = self.worker_behind(watch, "b")
         victim.wait_for("joined the pool")
-        running = self.begun_one_after_the_other([victim, *self.workers("a", "c")], long=20_000, middle=10_000, small=5_000)
+        workers = [victim, *self.workers("a", "c")]
+        running = self.begun_one_after_the_other(workers, long=20_000, middle=10_000, small=5_000)
         results = {name: self.answer_of(each) for name, each in running.items()}
         self.assertEqual(struck[0], {"small": "running", "middle": "paused", "long": "paused"})
         self.assertEqual(self.metric("meshfill_worker_losses_total"), 1)
