@@ -9,10 +9,11 @@ is not met. Takes minutes; with --short it is one of the ordinary tests.
 
 In a large model products are most of a short prompt, in a small one of default shape attention is nearly all of a long one. Wide
 layers and narrow heads bring the lengths nearer to each other: --hidden 512 --intermediate 2048 --head-dim 32 --layers 2. With
---kill-every the longest prompt must take well below S seconds, in many layers: --heads 1 --layers 8 --hidden 64 --tokens 512.
+--kill-every the longest prompt must take well below S seconds, in many layers, for two workers that are lost in one layer make it
+poisonous: --heads 1 --head-dim 16 --layers 16 --hidden 64 --sliding-window 16384.
 
 Usage: load.py PATH_OF_MESHFILL [--short] [--scenario NAME]… [--seconds S] [--hidden N] [--intermediate N] [--heads N]
-               [--head-dim N] [--layers N] [--tokens N] [--memory-mib N] [--kv-mib N] [--ranks N | --workers N] [--kill-every S]
+               [--head-dim N] [--layers N] [--sliding-window N] [--tokens N] [--memory-mib N] [--kv-mib N] [--ranks N | --workers N] [--kill-every S]
                [--seed N] [--strict]
 """
 import argparse
@@ -156,6 +157,7 @@ def main():
     parser.add_argument("--heads", type=int, default=4, help="of the model; half as many, at least one, of K and V")
     parser.add_argument("--head-dim", type=int, help="of the model")
     parser.add_argument("--layers", type=int, help="of the model")
+    parser.add_argument("--sliding-window", type=int, help="of the model, in tokens; none: each token sees all before it")
     parser.add_argument("--dtype", default="f32", help="of the model's weights")
     parser.add_argument("--tokens", type=int, help="of the shortest prompts")
     parser.add_argument("--max-requests", type=int, help="that wait or upload")
@@ -178,8 +180,11 @@ def main():
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
         os.environ["XDG_CACHE_HOME"] = str(folder / "cache")  # not the user's
-        make = ["make-model", "--arch", "llama", "--out", folder / "model", "--layers", arguments.layers, "--hidden", arguments.hidden,
+        arch = "mistral" if arguments.sliding_window else "llama"
+        make = ["make-model", "--arch", arch, "--out", folder / "model", "--layers", arguments.layers, "--hidden", arguments.hidden,
                 "--heads", arguments.heads, "--kv-heads", max(1, arguments.heads // 2), "--vocab", 1000, "--dtype", arguments.dtype, "--context", 1 << 20]
+        if arguments.sliding_window:
+            make += ["--sliding-window", arguments.sliding_window]
         if arguments.intermediate:
             make += ["--intermediate", arguments.intermediate]
         if arguments.head_dim:
