@@ -88,6 +88,10 @@ class FakeEngine final : public PrefillEngine {
       pack_share_ = share;
     });
   }
+  // Prompts may run on one of so many sub-meshes, and are predicted to take so long there.
+  void OfferSubmeshes(const SubmeshSeconds& submeshes) {
+    Set([&] { submeshes_ = submeshes; });
+  }
   // Packs do not begin.
   void FailPacks(absl::Status status) {
     Set([&] { fail_packs_ = std::move(status); });
@@ -159,13 +163,21 @@ class FakeEngine final : public PrefillEngine {
               Grain().slice_tokens,
               {},
               {tile, {{Traffic::kQ, {{0, 0}}}, {std::nullopt, {{1, 0}}}}},
-              {.seconds = Caches(options) ? cached_seconds_ : predicted_seconds_}};
+              {.seconds = options.submeshes > 1 ? submeshes_.seconds
+                          : Caches(options)     ? cached_seconds_
+                                                : predicted_seconds_}};
     return PlanChoice{plan, {{plan, "", plan.predicted}}};
   }
 
   int64_t CachedTokens(int64_t tokens, const PrefillOptions& options) const override {
     const std::lock_guard<std::mutex> lock(mu_);
     return Caches(options) ? std::min(tokens, cached_tokens_) : 0;
+  }
+
+  std::vector<SubmeshSeconds> Submeshes(int64_t /*tokens*/,
+                                        const PrefillOptions& /*options*/) const override {
+    const std::lock_guard<std::mutex> lock(mu_);
+    return submeshes_.seconds > 0 ? std::vector<SubmeshSeconds>{submeshes_} : std::vector<SubmeshSeconds>();
   }
 
   int capacity() const override { return capacity_; }
@@ -409,6 +421,7 @@ class FakeEngine final : public PrefillEngine {
   bool refuses_next_ = false;
   PackRoom pack_room_;
   PackShare pack_share_;
+  SubmeshSeconds submeshes_;  // 0 seconds: there are none
   absl::Status fail_packs_;
   std::vector<std::vector<uint32_t>> packs_;
   int live_runs_ = 0;

@@ -95,14 +95,15 @@ class Call {
 
 class FrontEndFixture : public testing::Test {
  protected:
-  void StartServer(std::vector<std::string> overrides = {}, bool open = true, int layers = 4) {
+  void StartServer(std::vector<std::string> overrides = {}, bool open = true, int layers = 4,
+                   int capacity = 1) {
     overrides.insert(overrides.begin(), {"listen=127.0.0.1:0", "pool.embedded.ranks=4"});
     const auto config = LoadConfig("", overrides);
     ASSERT_TRUE(config.ok()) << config.status();
     auto front_end = FrontEnd::Start(*config, metrics_);
     ASSERT_TRUE(front_end.ok()) << front_end.status();
     front_end_ = *std::move(front_end);
-    auto engine = std::make_unique<FakeEngine>(layers);
+    auto engine = std::make_unique<FakeEngine>(layers, capacity);
     engine_ = engine.get();
     if (open) {
       front_end_->Open(std::move(engine));

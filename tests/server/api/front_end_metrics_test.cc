@@ -130,6 +130,26 @@ TEST_F(FrontEndMetricsTest, ACachedPrefixShortensTheTurn) {
   for (Call* call : {&runs, &waits, &whole}) EXPECT_TRUE(call->Finish().status.ok());
 }
 
+// Who runs beside others is told the plan and the seconds of its sub-mesh.
+TEST_F(FrontEndMetricsTest, AcceptedSaysThePlanOfTheSubmesh) {
+  StartServer({}, /*open=*/true, /*layers=*/4, /*capacity=*/2);
+  engine_->Hold(0);
+  engine_->PredictSeconds(100);
+  engine_->OfferSubmeshes({.submeshes = 2, .seconds = 110});
+  constexpr absl::Duration kLong = absl::Minutes(20);  // the predictions leave that much
+  Call runs(*stub_, kLong), second(*stub_, kLong), third(*stub_, kLong);
+  runs.Send(Header(1)).Send({1}).HalfClose();
+  EXPECT_EQ(runs.ReadEvent().accepted().predicted_seconds(), 100);
+  ASSERT_TRUE(engine_->WaitForBegun(1));
+  second.Send(Header(1)).Send({2}).HalfClose();
+  second.ReadEvent();
+  third.Send(Header(1)).Send({3}).HalfClose();
+  const v1::Accepted accepted = third.ReadEvent().accepted();
+  EXPECT_EQ(accepted.predicted_seconds(), 110);
+  engine_->Release();
+  for (Call* call : {&runs, &second, &third}) EXPECT_TRUE(call->Finish().status.ok());
+}
+
 // What a prompt brings to a pass is known with its header, and anew when it is complete.
 TEST_F(FrontEndMetricsTest, PromptsThatWaitAtTheSameTimeShareAPass) {
   for (const bool cached : {false, true}) {

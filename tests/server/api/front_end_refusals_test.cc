@@ -172,14 +172,15 @@ TEST_F(FrontEndTest, AMessageThatCannotBeDecodedIsNoHalfClose) {
 TEST_F(FrontEndTest, AnIdOfMoreThan32BitsIsNotCut) {
   StartServer();
   v1::PrefillRequest header;
-  *header.mutable_header() = Header(4);
+  *header.mutable_header() = Header(5);
+  const std::string one("\x12\x03\x0a\x01\x07", 5);                                   // 7
   const std::string ids("\x12\x0b\x0a\x07\x01\x85\x80\x80\x80\x10\x02\x08\x03", 13);  // 1, 2^32 + 5, 2; 3
   const auto [status, answer] =
-      CallRaw("/meshfill.v1.PrefillService/Prefill", {header.SerializeAsString(), ids});
+      CallRaw("/meshfill.v1.PrefillService/Prefill", {header.SerializeAsString(), one, ids});
   EXPECT_EQ(status.error_code(), grpc::StatusCode::INVALID_ARGUMENT) << status.error_message();
   EXPECT_EQ(
       status.error_message(),
-      "token 1 has id 4294967301, outside the vocabulary of 256; use the tokenizer of model fake-model");
+      "token 2 has id 4294967301, outside the vocabulary of 256; use the tokenizer of model fake-model");
   ExpectGoodRequestIsServed();
 }
 

@@ -125,6 +125,7 @@ TEST_F(KvServiceTest, AnyRangeIsFetchedInAnyLayout) {
   std::mt19937_64 random(TestSeed());
   const int64_t tokens = 300;
   const std::string lease = Prefill(tokens).kv().lease();
+  size_t bytes = 0;
   for (int round = 0; round < 100; ++round) {
     KvRange range;
     range.first_head = Draw<int>(random, 0, 1);
@@ -148,9 +149,14 @@ TEST_F(KvServiceTest, AnyRangeIsFetchedInAnyLayout) {
     request.set_heads(static_cast<uint32_t>(range.heads));
     request.set_first_layer(static_cast<uint32_t>(first_layer));
     request.set_layers(static_cast<uint32_t>(layers));
-    ExpectValues(client_->Fetch(request), range, first_layer, layers, format, page_tokens);
+    const Fetched fetched = client_->Fetch(request);
+    ExpectValues(fetched, range, first_layer, layers, format, page_tokens);
     if (HasFatalFailure()) FAIL() << "round " << round;
+    for (int layer = 0; layer < layers; ++layer) {
+      bytes += fetched.k[layer].size() + fetched.v[layer].size() + fetched.pages[layer].size();
+    }
   }
+  EXPECT_TRUE(EventuallyHasMetric(absl::StrCat("meshfill_kv_fetched_bytes_total ", bytes)));
 }
 
 TEST_F(KvServiceTest, LayersComeWhileLaterOnesCompute) {

@@ -99,6 +99,15 @@ TEST_F(HeldKvTest, AReaderReadsOneRunOfItsLease) {
   EXPECT_EQ(TokensRead("a"), 20);
 }
 
+TEST_F(HeldKvTest, ANewAttemptTakesTheRoomOfTheOneBefore) {
+  for (uint64_t run = 1; run <= 3; ++run) {
+    const absl::Status begun = Run(run, Keeping("a", false), 120);  // 60 of them are here, of room for 100
+    ASSERT_TRUE(begun.ok()) << begun;
+    EXPECT_EQ(bytes(), 60 * kTokenBytes);
+  }
+  EXPECT_EQ(TokensRead("a"), 60);
+}
+
 TEST_F(HeldKvTest, WhatALeaseLeavesServesLaterRuns) {
   ASSERT_TRUE(Run(1, Keeping("a", true), 40).ok());
   ASSERT_TRUE(Run(2, Keeping("b", false), 40).ok());

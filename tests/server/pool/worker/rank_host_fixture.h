@@ -39,6 +39,12 @@ class HostListener final : public RankHost::Listener {
     Wait(lock, [&] { return outputs_[run].size() == ranks; });
     return outputs_[run];
   }
+  // Of the rank on that seat, which has ended.
+  absl::StatusOr<RankOutput> OutputOf(uint64_t run, int seat) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto output = by_seat_.find({run, seat});
+    return output != by_seat_.end() ? output->second : absl::NotFoundError("that seat has said nothing");
+  }
   size_t EndedRanks(uint64_t run) {
     const std::lock_guard<std::mutex> lock(mutex_);
     return outputs_[run].size();
@@ -73,8 +79,11 @@ class HostListener final : public RankHost::Listener {
   void OnRunPrepared(uint64_t run, absl::StatusOr<std::vector<std::string>> addresses) override {
     Set([&] { prepared_.emplace(run, std::move(addresses)); });
   }
-  void OnRankDone(uint64_t run, int, absl::StatusOr<RankOutput> output) override {
-    Set([&] { outputs_[run].push_back(std::move(output)); });
+  void OnRankDone(uint64_t run, int seat, absl::StatusOr<RankOutput> output) override {
+    Set([&] {
+      by_seat_.emplace(std::pair(run, seat), output);
+      outputs_[run].push_back(std::move(output));
+    });
   }
   void OnRunPaused(uint64_t run, uint64_t pause, int64_t messages, bool still) override {
     Set([&] {
@@ -104,6 +113,7 @@ class HostListener final : public RankHost::Listener {
   std::condition_variable changed_;
   std::map<uint64_t, absl::StatusOr<std::vector<std::string>>> prepared_;
   std::map<uint64_t, std::vector<absl::StatusOr<RankOutput>>> outputs_;
+  std::map<std::pair<uint64_t, int>, absl::StatusOr<RankOutput>> by_seat_;
   std::map<std::pair<uint64_t, uint64_t>, int64_t> messages_;  // by run and pause
   std::set<std::pair<uint64_t, uint64_t>> still_;
   std::set<uint64_t> stopped_;

@@ -13,9 +13,11 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
 #include "engine/embedded_engine.h"
 #include "engine/platforms.h"
 #include "engine/prefill_engine.h"
+#include "engine/run/rank_runner.h"
 #include "kernels/cpu/host_memory.h"
 #include "kernels/monotonic_time.h"
 #include "tests/engine/devices/toy/toy_platform.h"
@@ -86,6 +88,33 @@ TEST_F(RankHostTest, RunsOneRunAfterAnother) {
   for (int i = 0; i < 3; ++i) {
     host->Prepare(Part());
     RunWell(*host, listener, run_);
+  }
+}
+
+TEST_F(RankHostTest, ASeatTellsOfTheRankThatSitsThere) {
+  HostListener listener;
+  const auto host = Load(listener);
+  ASSERT_NE(host, nullptr);
+  for (const std::vector<int>& seat_of_rank : {std::vector<int>{0, 1}, std::vector<int>{1, 0}}) {
+    WorkerMachine::RunPart part = Part();
+    part.plan.placement.seat_of_rank = seat_of_rank;
+    const Plan plan = part.plan;
+    part.shards.clear();
+    for (int seat = 0; seat < kRanks; ++seat) {
+      part.shards.emplace_back(plan.layout.ChunkTokens(plan.RankAt(seat)), 7u);
+    }
+    host->Prepare(std::move(part));
+    const std::vector<std::string> by_seat = listener.Addresses(run_);
+    std::vector<std::string> by_rank;
+    for (const int seat : seat_of_rank) by_rank.push_back(by_seat.at(static_cast<size_t>(seat)));
+    host->Start(run_, by_rank, {});
+    EXPECT_TRUE(listener.Ended(run_, kRanks).ok()) << listener.Ended(run_, kRanks);
+    for (int seat = 0; seat < kRanks; ++seat) {
+      const auto output = listener.OutputOf(run_, seat);
+      ASSERT_TRUE(output.ok()) << output.status();
+      EXPECT_EQ(output->logits.empty(), !ReadsHead(plan, plan.RankAt(seat))) << "seat " << seat;
+    }
+    host->Release(run_);
   }
 }
 
@@ -659,6 +688,40 @@ TEST_F(RankHostTest, KeepsKvOfFinishedRunsForAsLongAsTheirLeases) {
   const absl::Time deadline = MonotonicNow() + absl::Seconds(20);
   while (host->kv().counts().leases > 0 && MonotonicNow() < deadline) host->kv().EndLapsed();
   EXPECT_EQ(host->kv().counts().leases, 0) << "its time counts from the end of the run";
+}
+
+// The leader has given up what the reader still holds.
+TEST_F(RankHostTest, ARunWaitsForTheRoomThatAReaderLetsGo) {
+  HostListener listener;
+  auto host = Load(listener);
+  ASSERT_NE(host, nullptr);
+  const auto prepare = [&](const std::string& lease) {
+    WorkerMachine::RunPart part = Part();
+    part.keep_kv = {.lease = lease, .tenant = "t", .lasts = absl::Hours(1), .cache = true};
+    host->Prepare(std::move(part));
+  };
+  prepare("a");
+  listener.Addresses(run_);
+  options_.kv_memory_bytes = host->kv().counts().bytes * 3 / 2;
+  host.reset();
+  host = Load(listener);
+  ASSERT_NE(host, nullptr);
+  prepare("a");
+  RunWell(*host, listener, run_);
+  absl::StatusOr<std::shared_ptr<const KvSlabs>> reads;
+  ASSERT_TRUE(Eventually([&] {
+    reads = host->kv().PrefixOf({{.run = run_, .tokens = kTokens}});
+    return reads.ok();
+  })) << reads.status();
+  host->EndKv("a");
+  host->EndKvRun(run_);
+  ASSERT_TRUE(Eventually([&] { return host->kv().counts().leases == 0; }));
+  ASSERT_GT(host->kv().counts().bytes, 0) << "whoever reads holds nothing";
+  prepare("b");
+  absl::SleepFor(absl::Milliseconds(50));  // the run finds no room
+  *reads = nullptr;
+  const auto prepared = listener.Prepared(run_);
+  EXPECT_TRUE(prepared.ok()) << prepared.status();
 }
 
 // Seconds of a rank are without those that it stood still.

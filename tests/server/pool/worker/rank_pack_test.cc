@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "engine/platforms.h"
+#include "kernels/monotonic_time.h"
 #include "tests/engine/devices/toy/toy_platform.h"
 #include "tests/engine/random_seed.h"
 #include "tests/server/eventually.h"
@@ -151,8 +152,34 @@ TEST_F(RankPackTest, StandsStillWhileOneOfItDoes) {
   host_->Resume(runs[1]);
   for (const uint64_t run : runs) {
     ExpectBits(run, prompt, 0);
-    EXPECT_LT(listener_.Outputs(run, 1)[0]->stats.total_seconds, 60) << "without the pause";
     host_->Release(run);
+  }
+}
+
+// Whether the pass stands still before it begins, or from then on.
+TEST_F(RankPackTest, CountsNoPause) {
+  constexpr absl::Duration kPause = absl::Milliseconds(300);
+  const std::vector<uint32_t> prompt = RandomPrompt(20);
+  for (const bool begun : {false, true}) {
+    const uint64_t pack = run_ + 1;
+    const uint64_t first = Prepare(prompt, 0, pack, 2), second = Prepare(prompt, 0, pack, 2);
+    listener_.Addresses(second);
+    Start(first);
+    host_->Pause(first, 0);
+    absl::Time begin = MonotonicNow();
+    if (begun) Start(second);
+    for (const absl::Time end = begin + kPause; MonotonicNow() < end;) LogitsAlone(prompt, 1);
+    const absl::Duration paused = begun ? kPause : absl::ZeroDuration();
+    if (!begun) begin = MonotonicNow();
+    host_->Resume(first);
+    if (!begun) Start(second);
+    double seconds = 0;
+    for (const uint64_t run : {first, second}) {
+      seconds += listener_.Outputs(run, 1)[0]->stats.total_seconds;
+      host_->Release(run);
+    }
+    EXPECT_GT(seconds, 0);
+    EXPECT_LT(absl::Seconds(seconds), MonotonicNow() - begin - paused);
   }
 }
 
