@@ -1,14 +1,12 @@
 #include "server/pool/leader.h"
 
 #include <algorithm>
-#include <iterator>
 #include <map>
 #include <tuple>
 #include <utility>
 #include <variant>
 
 #include "absl/strings/str_cat.h"
-#include "server/observe/log.h"
 
 namespace meshfill {
 namespace {

@@ -1,7 +1,6 @@
 #include "server/pool/pool_engine.h"
 
 #include <algorithm>
-#include <chrono>
 #include <iterator>
 #include <map>
 #include <optional>
