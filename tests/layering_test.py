@@ -177,6 +177,11 @@ class LayeringTest(unittest.TestCase):
                 for include in includes(path):
                     self.assertNotRegex(include, r"grpc|protobuf|\.pb\.h", f"{path.relative_to(ROOT)}")
 
+    def test_the_queue_knows_no_grpc(self):
+        for path in sources("server/queue"):
+            for include in includes(path):
+                self.assertNotRegex(include, r"grpc", f"{path.relative_to(ROOT)}")
+
     def test_cuda_headers_stay_in_their_place(self):
         for folder in ALLOWED:
             for path in sources(folder):

@@ -10,7 +10,7 @@ is not met. Takes minutes; with --short it is one of the ordinary tests.
 In a large model products are most of a short prompt, in a small one of default shape attention is nearly all of a long one. Wide
 layers and narrow heads bring the lengths nearer to each other: --hidden 512 --intermediate 2048 --head-dim 32 --layers 2. With
 --kill-every the longest prompt must take well below S seconds, in many layers, for two workers that are lost in one layer make it
-poisonous: --heads 1 --head-dim 16 --layers 16 --hidden 64 --sliding-window 16384.
+poisonous, as --heads 1 --head-dim 16 --layers 16 --hidden 64 --sliding-window 16384.
 
 Usage: load.py PATH_OF_MESHFILL [--short] [--scenario NAME]… [--seconds S] [--hidden N] [--intermediate N] [--heads N]
                [--head-dim N] [--layers N] [--sliding-window N] [--tokens N] [--memory-mib N] [--kv-mib N] [--ranks N | --workers N] [--kill-every S]
