@@ -12,13 +12,12 @@ import grpc
 import grpc.aio
 
 from . import holders
-from .channel import Connection
-from .client import UNARY_TIMEOUT_SECONDS, Prompt, event_value, lease_name, rest_of, shape_of
+from .channel import UNARY_TIMEOUT_SECONDS, Connection
 from .cursor import FetchCursor
 from .errors import CancelledError, DeadlineExceededError, InternalError, MeshfillError, NotFoundError, from_rpc_error
 from .kv import KvArrays, KvPart, KvShape, make_range
-from .leases import LeaseBook
-from .messages import plan_options, prefill_header, prefill_requests, token_array
+from .leases import LeaseBook, lease_name, shape_of
+from .messages import Prompt, event_value, plan_options, prefill_header, prefill_requests, token_array
 from .results import Accepted, KvLease, KvManifest, Plan, Pool, PrefillResult, Progress
 from .stubs import PrefillServiceStub, pb
 from .text import TextTokenizer
@@ -267,7 +266,7 @@ class Client:
                 _log.warning("%s; the front-end gives the rest of this holder's KV", error)
             if cursor.done:
                 return
-            rest = rest_of(share.range, cursor)
+            rest = cursor.rest()
             async for part in self._fetch(self.address, FetchCursor(name, rest, attempts=attempts), left()):
                 arrays.store(part, rest.first_head)
 

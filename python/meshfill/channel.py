@@ -6,6 +6,9 @@ from typing import Optional, Sequence, Tuple, Union
 
 import grpc
 
+# Of calls that run nothing, where the caller gives none.
+UNARY_TIMEOUT_SECONDS = 30.0
+
 PemSource = Union[None, str, "os.PathLike[str]", bytes]
 
 _TENANT = "meshfill-tenant"

@@ -2,31 +2,28 @@
 
 import logging
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from typing import Callable, Dict, Iterable, Iterator, List, Optional, Tuple, Union
+from typing import Callable, Dict, Iterable, Iterator, Optional, Tuple, Union
 
 import grpc
 
 from . import holders
-from .channel import Connection
+from .channel import UNARY_TIMEOUT_SECONDS, Connection
 from .cursor import FetchCursor
 from .errors import CancelledError, DeadlineExceededError, InternalError, MeshfillError, NotFoundError, from_rpc_error
-from .kv import KvArrays, KvPart, KvRange, KvShape, make_range
-from .leases import LeaseBook
-from .messages import plan_options, prefill_header, prefill_requests, token_array
+from .fetch import FetchCalls, Fetches, KvFetch, deadline_in, seconds_left
+from .kv import KvArrays, KvShape, make_range
+from .leases import LeaseBook, lease_name, shape_of
+from .messages import Prompt, event_value, plan_options, prefill_header, prefill_requests, token_array
 from .results import Accepted, KvLease, KvManifest, Plan, Pool, PrefillResult, Progress
 from .stubs import PrefillServiceStub, pb
 from .text import TextTokenizer
 
 _log = logging.getLogger(__name__)
 
-# Of calls that run nothing, where the caller gives none.
-UNARY_TIMEOUT_SECONDS = 30.0
 _HOLDER_CALLS = 16
 
 LeaseLike = Union["Lease", KvManifest, str]
-Prompt = Union[str, Iterable[int]]
 
 
 class Client:
@@ -246,7 +243,7 @@ class Client:
         shape: Optional[KvShape] = None,
         attempts: int = 4,
         timeout: Optional[float] = None,
-    ) -> "KvFetch":
+    ) -> KvFetch:
         """K and V as verified parts, in order of layers, then of tokens, as the layers are done.
 
         The arrays of a part are NumPy's, and views of what came; fetch_kv_arrays gives all of a range in one array each.
@@ -286,12 +283,12 @@ class Client:
         """
         fetched = make_range(shape_of(lease, shape, self._book), **what)
         arrays = KvArrays.empty(fetched)
-        deadline = _deadline(self._timeout if timeout is None else timeout)
+        deadline = deadline_in(self._timeout if timeout is None else timeout)
         manifest = lease.manifest if isinstance(lease, Lease) else lease
         shares = holders.holder_shares(manifest, fetched) if from_holders and isinstance(manifest, KvManifest) else []
         name = lease_name(lease)
         if not shares:
-            fetch = self._fetch(self.address, FetchCursor(name, fetched, attempts=attempts), _left(deadline))
+            fetch = self._fetch(self.address, FetchCursor(name, fetched, attempts=attempts), seconds_left(deadline))
             try:
                 for part in fetch:
                     arrays.store(part)
@@ -299,12 +296,12 @@ class Client:
                 fetch.cancel()
             return arrays
 
-        fetches = _Fetches()
+        fetches = Fetches()
 
         def fetch_share(share: holders.HolderShare) -> None:
             cursor = FetchCursor(name, share.range, attempts=2, runs=list(share.runs))
             try:
-                for part in fetches.begin(self._fetch(share.address, cursor, _left(deadline))):
+                for part in fetches.begin(self._fetch(share.address, cursor, seconds_left(deadline))):
                     arrays.store(part, share.range.first_head)
                 return
             except DeadlineExceededError:
@@ -315,9 +312,9 @@ class Client:
                 _log.warning("%s; the front-end gives the rest of this holder's KV", error)
             if cursor.done:
                 return
-            rest = rest_of(share.range, cursor)
+            rest = cursor.rest()
             last = FetchCursor(name, rest, attempts=attempts)
-            for part in fetches.begin(self._fetch(self.address, last, _left(deadline))):
+            for part in fetches.begin(self._fetch(self.address, last, seconds_left(deadline))):
                 arrays.store(part, rest.first_head)
 
         threads = ThreadPoolExecutor(min(len(shares), _HOLDER_CALLS))
@@ -331,9 +328,9 @@ class Client:
             threads.shutdown(cancel_futures=True)
         return arrays
 
-    def _fetch(self, address: str, cursor: FetchCursor, timeout: Optional[float]) -> "KvFetch":
+    def _fetch(self, address: str, cursor: FetchCursor, timeout: Optional[float]) -> KvFetch:
         metadata = self._connection.call_metadata(self._book.tenant_of(cursor.lease))
-        return KvFetch(_FetchCalls(self._stub_of(address), address, cursor, timeout, metadata, self._closed))
+        return KvFetch(FetchCalls(self._stub_of(address), address, cursor, timeout, metadata, self._closed))
 
 
 class PrefillCall:
@@ -358,113 +355,6 @@ class PrefillCall:
     def cancel(self) -> None:
         """Ends the prefill; nothing happens where it has ended."""
         self._call.cancel()
-
-
-class KvFetch:
-    """A fetch under way: an iterator of KvPart for one thread. Any thread may cancel it.
-
-    One that is dropped before its end, as by a `break` from its loop, ends, too.
-    """
-
-    def __init__(self, calls: "_FetchCalls"):
-        self._calls = calls
-        self._parts = calls.parts()
-
-    def __iter__(self) -> Iterator[KvPart]:
-        return self
-
-    def __next__(self) -> KvPart:
-        return next(self._parts)
-
-    def cancel(self) -> None:
-        """Ends the fetch: its reader gets a CancelledError."""
-        self._calls.cancel()
-
-
-class _FetchCalls:
-    """The calls of a fetch, one after the other. They do not refer to the KvFetch: nothing but its reader keeps it."""
-
-    def __init__(
-        self, stub, address: str, cursor: FetchCursor, timeout: Optional[float], metadata, closed: threading.Event
-    ):
-        """closed: of the client, whose end cancels all calls."""
-        self._stub = stub
-        self._address = address
-        self._cursor = cursor
-        self._deadline = _deadline(timeout)
-        self._metadata = metadata
-        self._cancelled = threading.Event()
-        self._closed = closed
-        self._call = None
-
-    def cancel(self) -> None:
-        self._cancelled.set()
-        call = self._call
-        if call is not None:
-            call.cancel()
-
-    def parts(self) -> Iterator[KvPart]:
-        cursor = self._cursor
-        while not cursor.done:
-            self._call = call = self._begin(cursor.next_request())
-            if self._cancelled.is_set():
-                call.cancel()
-            try:
-                for message in call:
-                    yield cursor.accept(message)
-                cursor.end_of_call()
-                continue
-            except grpc.RpcError as error:
-                failure = from_rpc_error(error, self._address)
-            except MeshfillError as error:
-                failure = error
-            finally:
-                call.cancel()
-            if isinstance(failure, CancelledError) and (self._cancelled.is_set() or self._closed.is_set()):
-                raise failure  # by this side; the server cancels fetches that stand still
-            delay, left = cursor.retry_delay(failure), _left(self._deadline)
-            if left is not None and left <= delay:
-                raise failure
-            if self._cancelled.wait(delay):
-                raise CancelledError("the fetch was cancelled")
-
-    def _begin(self, request):
-        try:
-            return self._stub.FetchKv(request, timeout=_left(self._deadline), metadata=self._metadata)
-        except ValueError:  # gRPC's, of a closed channel among others
-            if not self._closed.is_set():
-                raise
-            raise CancelledError(f"server {self._address}: this client is closed") from None
-
-
-class _Fetches:
-    """The fetches of one call, each in a thread of its own, which end together."""
-
-    def __init__(self):
-        self._mutex = threading.Lock()
-        self._begun: List[KvFetch] = []  # guarded by _mutex
-        self._cancelled = False  # guarded by _mutex
-
-    @property
-    def cancelled(self) -> bool:
-        with self._mutex:
-            return self._cancelled
-
-    def begin(self, fetch: KvFetch) -> KvFetch:
-        """The same fetch; cancelled where the others are."""
-        with self._mutex:
-            self._begun.append(fetch)
-            cancelled = self._cancelled
-        if cancelled:
-            fetch.cancel()
-        return fetch
-
-    def cancel(self) -> None:
-        with self._mutex:
-            self._cancelled = True
-            begun = list(self._begun)
-        for fetch in begun:
-            fetch.cancel()
 
 
 class Lease:
@@ -510,59 +400,3 @@ class Lease:
             except MeshfillError as error:
                 _log.info("%s; the lease %s is renewed again soon", error, self.name)
                 wait = min(max(wait / 4, 0.05), 1.0)
-
-
-def event_value(event) -> Union[None, Accepted, Progress, PrefillResult]:
-    """The value of a PrefillEvent; None for kinds that this client does not know."""
-    kind = event.WhichOneof("event")
-    if kind == "accepted":
-        return Accepted.from_proto(event.accepted)
-    if kind == "progress":
-        return Progress.from_proto(event.progress)
-    return PrefillResult.from_proto(event.result) if kind == "result" else None
-
-
-def lease_name(lease) -> str:
-    """Of a lease, a manifest, or a name. ValueError: none of these, as where the result has no KV."""
-    name = getattr(lease, "name", None) or getattr(lease, "lease", None) or lease
-    if not isinstance(name, str) or not name:
-        raise ValueError("no lease; give prefill(keep_kv=True) and its result's kv")
-    return name
-
-
-def shape_of(lease, shape: Optional[KvShape], book: LeaseBook) -> KvShape:
-    """ValueError: nothing tells the shape."""
-    if shape is not None:
-        return shape
-    if isinstance(lease, KvManifest):
-        return KvShape.of(lease)
-    known = getattr(lease, "shape", None) or book.shape_of(lease_name(lease))
-    if known is None:
-        raise ValueError(
-            "nothing tells the shape of this lease: its prefill has not ended, or was another client's; "
-            "give shape=KvShape(tokens, layers, kv_heads, head_dim, dtype)"
-        )
-    return known
-
-
-def rest_of(share: KvRange, cursor: FetchCursor) -> KvRange:
-    """The layers of a share that its cursor has not whole, with all of their tokens."""
-    return make_range(
-        share.shape,
-        first_token=share.first_token,
-        tokens=share.tokens,
-        first_layer=cursor.layer,
-        layers=share.end_layer - cursor.layer,
-        first_head=share.first_head,
-        heads=share.heads,
-        layout=share.layout,
-        page_tokens=share.page_tokens,
-    )
-
-
-def _deadline(timeout: Optional[float]) -> Optional[float]:
-    return None if timeout is None else time.monotonic() + timeout
-
-
-def _left(deadline: Optional[float]) -> Optional[float]:
-    return None if deadline is None else max(0.0, deadline - time.monotonic())

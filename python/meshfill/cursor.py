@@ -13,7 +13,7 @@ A damaged part counts as a break before it. `attempts` bounds the breaks in a ro
 from typing import List, Optional, Tuple
 
 from .errors import DataLossError, FailedPreconditionError, MeshfillError, is_retryable
-from .kv import LAYOUTS, KvPart, KvRange, read_part
+from .kv import LAYOUTS, KvPart, KvRange, make_range, read_part
 from .stubs import pb
 
 _FIRST_DELAY_SECONDS = 0.1
@@ -41,10 +41,20 @@ class FetchCursor:
     def done(self) -> bool:
         return self._layer == self._range.end_layer
 
-    @property
-    def layer(self) -> int:
-        """The first layer that is not whole yet."""
-        return self._layer
+    def rest(self) -> KvRange:
+        """The layers that are not whole yet, with all of their tokens."""
+        want = self._range
+        return make_range(
+            want.shape,
+            first_token=want.first_token,
+            tokens=want.tokens,
+            first_layer=self._layer,
+            layers=want.end_layer - self._layer,
+            first_head=want.first_head,
+            heads=want.heads,
+            layout=want.layout,
+            page_tokens=want.page_tokens,
+        )
 
     def next_request(self):
         """Asks for the rest, or for the rest of a layer that was begun. Counts of 0 are sent where the rest reaches the

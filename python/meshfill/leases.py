@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Optional
 
 from .kv import KvShape
-from .results import Accepted, PrefillResult
+from .results import Accepted, KvManifest, PrefillResult
 
 BOUND = 1024
 
@@ -81,3 +81,26 @@ class LeaseBook:
     def shape_of(self, lease: str) -> Optional[KvShape]:
         known = self._leases.get(lease)
         return None if known is None else known.shape
+
+
+def lease_name(lease) -> str:
+    """Of a lease, a manifest, or a name. ValueError: none of these, as where the result has no KV."""
+    name = getattr(lease, "name", None) or getattr(lease, "lease", None) or lease
+    if not isinstance(name, str) or not name:
+        raise ValueError("no lease; give prefill(keep_kv=True) and its result's kv")
+    return name
+
+
+def shape_of(lease, shape: Optional[KvShape], book: LeaseBook) -> KvShape:
+    """ValueError: nothing tells the shape."""
+    if shape is not None:
+        return shape
+    if isinstance(lease, KvManifest):
+        return KvShape.of(lease)
+    known = getattr(lease, "shape", None) or book.shape_of(lease_name(lease))
+    if known is None:
+        raise ValueError(
+            "nothing tells the shape of this lease: its prefill has not ended, or was another client's; "
+            "give shape=KvShape(tokens, layers, kv_heads, head_dim, dtype)"
+        )
+    return known

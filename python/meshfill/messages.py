@@ -1,11 +1,14 @@
-"""Requests as messages: what both clients send."""
+"""Requests and events as messages: what both clients send and get."""
 
 from typing import Iterable, Iterator, Optional, Sequence, Tuple, Union
 
 import numpy as np
 
-from .results import LAYOUT_NUMBERS
+from .results import LAYOUT_NUMBERS, Accepted, PrefillResult, Progress
 from .stubs import pb
+
+# Token ids, or text where the client has a tokenizer.
+Prompt = Union[str, Iterable[int]]
 
 # A varint has at most 5 bytes: a chunk stays far below gRPC's default limit of 4 MiB a message.
 CHUNK_TOKENS = 65536
@@ -82,3 +85,13 @@ def prefill_requests(header: pb.PrefillHeader, ids: np.ndarray) -> Iterator[pb.P
     yield pb.PrefillRequest(header=header)
     for at in range(0, len(ids), CHUNK_TOKENS):
         yield pb.PrefillRequest(tokens=pb.TokenChunk(ids=ids[at : at + CHUNK_TOKENS].tolist()))
+
+
+def event_value(event) -> Union[None, Accepted, Progress, PrefillResult]:
+    """The value of a PrefillEvent; None for kinds that this client does not know."""
+    kind = event.WhichOneof("event")
+    if kind == "accepted":
+        return Accepted.from_proto(event.accepted)
+    if kind == "progress":
+        return Progress.from_proto(event.progress)
+    return PrefillResult.from_proto(event.result) if kind == "result" else None

@@ -16,8 +16,9 @@ from typing import Any, Dict, Optional, Protocol, Set, Tuple
 
 import numpy as np
 
-from ..client import Client, KvFetch
+from ..client import Client
 from ..errors import MeshfillError
+from ..fetch import KvFetch
 from ..kv import KvShape
 
 
