@@ -113,7 +113,9 @@ TEST(MakePlanInPieces, TheLastPieceHasAWholeStripe) {
   const struct {
     int64_t fits;  // tokens of a piece
     std::vector<int64_t> pieces;
-  } cases[] = {{4 * granule, {512, 512, 384, 138}}, {granule + 10, {128, 128, 138}}};
+  } cases[] = {{4 * granule, {512, 512, 384, 138}},
+               {granule + 10, {128, 128, 138}},
+               {granule + 10, {128, 128, 128, 138}}};  // two granules: 256, 128 and 138
   for (const auto& [fits, pieces] : cases) {
     PlanRequest request = {.tokens = std::reduce(pieces.begin(), pieces.end()), .ranks = 2, .stripe = stripe};
     PlanRequest last = request;

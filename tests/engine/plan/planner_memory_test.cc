@@ -4,6 +4,8 @@
 #include <utility>
 #include <vector>
 
+#include "engine/plan/peak_bytes.h"
+#include "engine/schedule/schedule.h"
 #include "gtest/gtest.h"
 #include "tests/engine/layer_kinds.h"
 #include "tests/engine/plan/planner_inputs.h"
@@ -112,6 +114,25 @@ TEST(MakePlan, StatesPeakMemoryOfHeadGroups) {
   EXPECT_EQ(peak(grouped, 8, 8), FixedBytes(grouped, tokens, 8) + 3 * kv + o + kv) << "KV four times in all";
   const ModelShape full = Llama(8, 8, DType::kF32);
   EXPECT_EQ(peak(full, 4, 4), FixedBytes(full, tokens, 4) + o + tokens * 2 * 8 * 64 * 4);
+}
+
+// Between processes: those of the prefix as they were, and for other heads, on their way and arrived.
+TEST(PeakBytes, KeysOfAPrefixAreThereThreeTimesWhereSlicesAreExchanged) {
+  const ModelShape model = Llama(8, 8, DType::kF32);
+  const int64_t tokens = 8192;
+  const int ranks = 4;
+  const Tile tile = {.a = 1, .b = 1};
+  const auto peak = [&](int64_t cached) {
+    const PlanShape shape = {.layout = *TokenLayout::Make(LayoutKind::kStriped, ranks, tokens, 64),
+                             .heads = ranks,
+                             .tile = tile,
+                             .cached_tokens = cached,
+                             .one_memory = false,
+                             .exchange_tokens = 512};
+    return PeakBytes(model, 512, shape, GreedySchedule(tile, {}));
+  };
+  const int64_t prefix = 16 * tokens;
+  EXPECT_EQ(peak(2 * prefix) - peak(prefix), 3 * model.kv_bytes(prefix));
 }
 
 TEST(MakePlan, KeepsToTheMemoryBudget) {

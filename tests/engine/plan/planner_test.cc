@@ -51,6 +51,12 @@ TEST(OverlapCosts, AreTheLeastBlocksThatHideATransfer) {
   PoolSpeed crawling = speed;
   crawling.link_bytes_per_second = 1;
   EXPECT_EQ(costs_of(crawling).c_q, 16);
+  const auto of_tile = [&](Tile tile) {
+    return OverlapCostsOf(model, speed,
+                          {.layout = *layout, .tile = tile, .links = Links::Alike(speed.link())});
+  };
+  EXPECT_EQ(of_tile({.a = 1, .b = 16}), (OverlapCosts{.c_q = 1, .c_kv = 2, .c_o = 1})) << "rows alone";
+  EXPECT_EQ(of_tile({.a = 16, .b = 1}), (OverlapCosts{.c_q = 4, .c_kv = 1, .c_o = 8})) << "columns alone";
 }
 
 TEST(MakePlan, EqualHeadsAndASlowLinkTakeTheSquare) {  // §3.8: a → √n where ρ = 1, g = 1

@@ -241,6 +241,23 @@ TEST(PredictLayer, AddsUpToThePrediction) {
   }
 }
 
+TEST(PredictLayer, IsOfALayerThatSeesAllKeys) {
+  ModelShape model{.layers = 4,
+                   .hidden = 512,
+                   .intermediate = 1024,
+                   .q_heads = 8,
+                   .kv_heads = 2,
+                   .head_dim = 64,
+                   .vocab = 1000};
+  const auto choice = MakePlan(model, {}, {.tokens = 20'000, .ranks = 4, .tile = Tile{2, 2}});
+  ASSERT_TRUE(choice.ok()) << choice.status();
+  const double seconds = PredictLayer(model, {}, choice->plan).end_seconds();
+  SetWindow(model, 500, 2);
+  EXPECT_DOUBLE_EQ(PredictLayer(model, {}, choice->plan).end_seconds(), seconds);
+  SetWindow(model, 500, 4);
+  EXPECT_LT(PredictLayer(model, {}, choice->plan).end_seconds(), seconds);
+}
+
 // Prefills of random plans, with a timeline.
 class RunTimelineTest : public testing::Test {
  protected:

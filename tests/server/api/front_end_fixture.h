@@ -2,6 +2,7 @@
 #ifndef MESHFILL_TESTS_SERVER_API_FRONT_END_FIXTURE_H_
 #define MESHFILL_TESTS_SERVER_API_FRONT_END_FIXTURE_H_
 
+#include <algorithm>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -9,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "grpcpp/generic/generic_stub.h"
@@ -95,9 +97,14 @@ class Call {
 
 class FrontEndFixture : public testing::Test {
  protected:
+  // With an embedded pool of four ranks, unless the overrides make it a leader of workers.
   void StartServer(std::vector<std::string> overrides = {}, bool open = true, int layers = 4,
                    int capacity = 1) {
-    overrides.insert(overrides.begin(), {"listen=127.0.0.1:0", "pool.embedded.ranks=4"});
+    const bool leads = std::any_of(overrides.begin(), overrides.end(), [](const std::string& override) {
+      return absl::StartsWith(override, "pool.control_listen=");
+    });
+    if (!leads) overrides.insert(overrides.begin(), "pool.embedded.ranks=4");
+    overrides.insert(overrides.begin(), "listen=127.0.0.1:0");
     const auto config = LoadConfig("", overrides);
     ASSERT_TRUE(config.ok()) << config.status();
     auto front_end = FrontEnd::Start(*config, metrics_);

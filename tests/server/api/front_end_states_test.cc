@@ -44,6 +44,24 @@ TEST_F(FrontEndTest, FullQueueSaysWhenToTryAgain) {
   }
 }
 
+TEST_F(FrontEndTest, WhoHasWaitedForMaxAgeGoesFirst) {
+  StartServer({"queue.max_age=300ms"});
+  engine_->Hold();
+  Call running(*stub_), old(*stub_), urgent(*stub_);
+  running.Send(Header(1)).Send({1}).HalfClose();
+  ASSERT_TRUE(engine_->WaitForBegun(1));
+  old.Send(Header(1)).Send({2}).HalfClose();
+  EXPECT_TRUE(old.ReadEvent().has_accepted());
+  ASSERT_TRUE(Eventually([&] { return GetPool().requests(1).elapsed_seconds() > 0.35; }));
+  v1::PrefillHeader header = Header(1);
+  header.set_priority(2);
+  urgent.Send(header).Send({3}).HalfClose();
+  EXPECT_TRUE(urgent.ReadEvent().has_accepted());
+  engine_->Release();
+  for (Call* call : {&running, &old, &urgent}) EXPECT_TRUE(call->Finish().status.ok());
+  EXPECT_EQ(engine_->first_ids(), (std::vector<uint32_t>{1, 2, 3}));
+}
+
 TEST_F(FrontEndTest, DrainFinishesTheAcceptedAndRefusesTheNew) {
   StartServer();
   engine_->Hold();
@@ -129,6 +147,15 @@ TEST_F(FrontEndTest, ALostPoolIsNotReadyAndHasNoRanks) {
   for (const char* state : {"loading", "ready", "draining"}) {
     EXPECT_TRUE(HasMetric(absl::StrCat("meshfill_ranks{state=\"", state, "\"} 0"))) << state;
   }
+}
+
+// Workers may come.
+TEST_F(FrontEndTest, APoolWithoutWorkersIsNotLost) {
+  StartServer({"pool.control_listen=127.0.0.1:0", "pool.tls.insecure=true"});
+  engine_->Lose();
+  front_end_->Refresh();
+  EXPECT_FALSE(front_end_->lost());
+  EXPECT_EQ(Health("meshfill.v1.PrefillService"), 2);
 }
 
 }  // namespace

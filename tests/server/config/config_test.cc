@@ -89,14 +89,18 @@ TEST_F(ConfigTest, KeysOfTheOtherProcessAreRefused) {
   };
   for (const char* assignment : {"pool.worker.ranks=2", "kv.listen=127.0.0.1:0", "pool.worker.name=a"}) {
     EXPECT_EQ(refusal(assignment, ConfigReader::kWorker), "accepted");
-    EXPECT_NE(refusal(assignment, ConfigReader::kServe).find("`meshfill worker` alone reads this key"),
+    EXPECT_NE(refusal(assignment, ConfigReader::kServe)
+                  .find("`meshfill worker` alone reads this key; take it out, or give a configuration as "
+                        "configs/local.yaml or configs/pool.yaml"),
               std::string::npos);
   }
   for (const char* assignment : {"listen=127.0.0.1:0", "metrics_listen=127.0.0.1:0", "queue.max_tokens=5",
                                  "plan.stripe=8", "pool.control_listen=127.0.0.1:0", "pool.embedded.ranks=2",
                                  "pool.measure_links=true", "tenant_limits.weight=2", "tenants.a.weight=2"}) {
     EXPECT_EQ(refusal(assignment, ConfigReader::kServe), "accepted");
-    EXPECT_NE(refusal(assignment, ConfigReader::kWorker).find("`meshfill serve` alone reads this key"),
+    EXPECT_NE(refusal(assignment, ConfigReader::kWorker)
+                  .find("`meshfill serve` alone reads this key; take it out, or give a configuration as "
+                        "configs/worker.yaml"),
               std::string::npos);
   }
   for (const char* assignment : {"model.dtype=f32", "pool.silence_timeout=3s", "limits.drain_timeout=5s",
@@ -170,6 +174,12 @@ TEST_F(ConfigTest, TenantsHaveSharesAndBounds) {
   EXPECT_EQ(tenants.LimitsOf("new").weight, 3);
   EXPECT_EQ(tenants.LimitsOf("unnamed").weight, 2);
   EXPECT_EQ(tenants.LimitsOf("unnamed").max_tokens, std::numeric_limits<int64_t>::max());
+
+  std::ofstream(path_) << "model: {path: m}\ntenants: {only: {weight: 0.5}}\n";
+  const auto of_one = LoadConfig(path_, std::vector<std::string>{"tenants.only.max_tokens=7"});
+  ASSERT_TRUE(of_one.ok()) << of_one.status();
+  EXPECT_EQ(Tenants(*of_one).LimitsOf("only").weight, 0.5);
+  EXPECT_EQ(Tenants(*of_one).LimitsOf("only").max_tokens, 7);
 }
 
 TEST_F(ConfigTest, MistakesInTenantsAreRefused) {

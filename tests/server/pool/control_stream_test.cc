@@ -1,6 +1,8 @@
 // The two ends of the control stream against each other, in plain text and in TLS.
 #include <condition_variable>
+#include <cstddef>
 #include <filesystem>
+#include <iterator>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -170,6 +172,22 @@ TEST_F(ControlStreamTest, TheNewestConnectionIsTheOneThatIsTalkedTo) {
   EXPECT_EQ(leader_.Next(), "lost 1") << "nothing was said meanwhile";
 }
 
+TEST_F(ControlStreamTest, TheEndOfTheOldStreamLeavesTheNewOne) {
+  Start();
+  const auto client = Client();
+  client->Connect(1);
+  EXPECT_EQ(leader_.Next(), "connected 1");
+  client->Connect(2);
+  EXPECT_EQ(leader_.Next(), "connected 2");
+  client->Disconnect(1);
+  EXPECT_EQ(leader_.Next(), "lost 1");
+  EXPECT_EQ(worker_.Next(), "lost 1");
+  for (int i = 0; i < 20; ++i) {  // the client forgets it some time after it has told of its end
+    client->Send(Hello(absl::StrCat(i)));
+    ASSERT_EQ(leader_.Next(), absl::StrCat("2 says ", i));
+  }
+}
+
 TEST_F(ControlStreamTest, AnEndSaysWhy) {
   Start(Certificates("leader"));
   const auto good = Client(Certificates("worker"));
@@ -206,6 +224,27 @@ TEST_F(ControlStreamTest, ManyConnectionsComeAndGo) {
     if (round % 3 != 0) leader_.Next();
     if (round % 3 == 2) client->Disconnect(1);
   }
+}
+
+// A stream that has ended keeps no connection.
+TEST_F(ControlStreamTest, EndedStreamsHoldNothing) {
+  Start();
+  const auto client = Client();
+  const auto descriptors = [] {
+    return std::distance(std::filesystem::directory_iterator("/proc/self/fd"),
+                         std::filesystem::directory_iterator());
+  };
+  std::ptrdiff_t after_few = 0;
+  constexpr ControlClient::Connection kFew = 10, kMany = 60;
+  for (ControlClient::Connection i = 1; i <= kMany; ++i) {
+    client->Connect(i);
+    ASSERT_EQ(leader_.Next(), absl::StrCat("connected ", i));
+    client->Disconnect(i);
+    ASSERT_EQ(leader_.Next(), absl::StrCat("lost ", i));
+    ASSERT_EQ(worker_.Next(), absl::StrCat("lost ", i));
+    if (i == kFew) after_few = descriptors();
+  }
+  EXPECT_LT(descriptors(), after_few + static_cast<std::ptrdiff_t>(kMany - kFew) / 2);
 }
 
 TEST_F(ControlStreamTest, TlsWantsACertificateOfItsAuthority) {

@@ -153,6 +153,33 @@ TEST_F(SubmeshesLeaderTest, TakeTheNextOneWhereTheFirstHasNoRoom) {
   EXPECT_EQ(PrepareOf(1, leader_.run_of(other)), nullptr);
 }
 
+TEST_F(SubmeshesLeaderTest, ArePlannedForTheSmallest) {
+  for (const Leader::Connection worker : {1, 2, 3}) {
+    ASSERT_EQ(Join(worker, Offer(absl::StrCat("w", worker))), "");
+  }
+  const int ranks = leader_.capacity().ranks / 3;
+  ASSERT_TRUE(leader_.SubmeshCapacity(2).has_value());
+  EXPECT_EQ(leader_.SubmeshCapacity(2)->ranks, ranks);
+  EXPECT_EQ(leader_.SubmeshCapacity(3)->ranks, ranks);
+  EXPECT_FALSE(leader_.SubmeshCapacity(4).has_value());
+}
+
+TEST_F(SubmeshesLeaderTest, AWorkerThatJoinsBringsRoom) {
+  const auto plan = PlanForPool(Shape(), EngineOptions(), {.ranks = 1}, 1024, {});
+  ASSERT_TRUE(plan.ok()) << plan.status();
+  const auto join = [&](Leader::Connection worker) {
+    v1::Join offer = Offer(absl::StrCat("w", worker));
+    offer.set_memory_bytes(static_cast<uint64_t>(plan->plan.predicted.run_bytes * 12 / 10));
+    return Join(worker, offer);
+  };
+  ASSERT_EQ(join(1), "");
+  const Leader::Ticket first = SubmitOnASubmesh(), second = SubmitOnASubmesh();
+  EXPECT_NE(leader_.run_of(first), 0u);
+  EXPECT_TRUE(leader_.CrowdedOut(second));
+  ASSERT_EQ(join(2), "");
+  EXPECT_EQ(leader_.PlaceOf(second), 2u);
+}
+
 // The worker that it would have gone on with drains: it is there for the other one alone.
 TEST_F(SubmeshesLeaderTest, WhoHasNoWorkersLeftIsRefusedBesideARun) {
   Join(1, Offer("a"));

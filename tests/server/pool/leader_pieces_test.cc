@@ -161,6 +161,38 @@ TEST_F(PiecesLeaderTest, ALostWorkerTakesWhatItHasOfThePieces) {
   EXPECT_EQ(leader_.kv_counts().bytes, 0);
 }
 
+// Two losses in one piece are at one place of the prompt; in two that adjoin they are not.
+TEST_F(PiecesLeaderTest, LossesInTwoPiecesAreAtTwoPlaces) {
+  Leader::Connection second = 2;
+  const auto lose_second = [&] {
+    Prepare({1, second});
+    SayOperations(1, 1, 0, /*has_computed=*/true);
+    SayOperations(second, 1, 1, /*has_computed=*/true);
+    ASSERT_EQ(Join(second + 1, SmallOffer(absl::StrCat("w", second + 1))), "");
+    leader_.OnDisconnected(second, now_);
+    Do();
+    Stopped(1);
+    ++second;
+  };
+  for (const bool in_one_piece : {false, true}) {
+    answers_.clear();
+    SubmitPrompt();
+    lose_second();
+    if (!in_one_piece) EXPECT_FALSE(RunPiece({1, second}));
+    lose_second();
+    if (in_one_piece) {
+      ASSERT_EQ(answers_.size(), 1u);
+      EXPECT_TRUE(absl::IsInternal(answers_[0].status())) << answers_[0].status();
+      continue;
+    }
+    ASSERT_TRUE(answers_.empty()) << answers_[0].status();
+    while (!RunPiece({1, second})) {
+    }
+    ASSERT_EQ(answers_.size(), 1u);
+    EXPECT_TRUE(answers_[0].ok()) << answers_[0].status();
+  }
+}
+
 // A turn that ends between two pieces: the request holds K and V, and no memory of the activations.
 TEST_F(PiecesLeaderTest, BetweenTwoPiecesItWaitsIsLostOrIsCancelled) {
   for (const bool lost : {false, true}) {

@@ -252,6 +252,11 @@ TEST_F(LeaderTest, AnEmptyPoolForgetsItsWeights) {
   v1::Join other = Offer("b");
   other.mutable_model()->set_weights_hash(9);
   EXPECT_EQ(Join(2, other), "");
+  v1::WorkerMessage leave;
+  leave.mutable_leave();
+  Say(2, leave);
+  EXPECT_TRUE(sent_[2].back().has_goodbye());
+  EXPECT_EQ(Join(3, Offer("c")), "") << "all have drained";
 }
 
 // The leader of these tests has no weights: the first worker's may be the wrong ones, and the others wait.

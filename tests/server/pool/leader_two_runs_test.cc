@@ -93,6 +93,20 @@ TEST_F(TwoRunsLeaderTest, ARunThatHangsBetweenItsPausesIsNoticed) {
   EXPECT_EQ(leader_.capacity().ranks, 0);
 }
 
+// A rank may move after the pause was asked for. From the resume on it has moved at that moment at the
+// latest.
+TEST_F(TwoRunsLeaderTest, ARunThatHangsAfterItMovedInItsPauseIsNoticed) {
+  Finish(second_);
+  run_ = first_;
+  SetPaused(first_ticket_, true);
+  Pass(absl::Seconds(20), {1, 2}, /*computing=*/true);
+  SayOperations(1, 1000);
+  SetPaused(first_ticket_, false);
+  EXPECT_EQ(leader_.capacity().ranks, 2);
+  Pass(absl::Milliseconds(2100), {1, 2}, /*computing=*/true);
+  EXPECT_EQ(leader_.capacity().ranks, 0);
+}
+
 TEST_F(TwoRunsLeaderTest, APausedRunIsPreparedAndBeginsAtItsTurn) {
   Finish(second_);
   SetPaused(first_ticket_, true);

@@ -288,7 +288,7 @@ TEST_F(PrefillQueueTurnsTest, ThoseThatShareASubmeshTakeTurns) {
     slots.push_back(Reserve(
         {.id = id, .tokens = 3, .predicted_seconds = 2, .submeshes = {{.submeshes = 2, .seconds = 1}}}));
     waiters.push_back(std::make_shared<RecordingWaiter>());
-    Submit(*slots.back(), 1, waiters.back());
+    EXPECT_EQ(Submit(*slots.back(), 1, waiters.back()), 0) << "it waits for nobody";
   }
   ASSERT_TRUE(engine_.WaitForBegun(2));  // side by side: nobody knows better yet
   const absl::Time end = MonotonicNow() + absl::Seconds(10);

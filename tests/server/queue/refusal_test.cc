@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "gtest/gtest.h"
 #include "tests/engine/random_seed.h"
 
@@ -70,7 +71,21 @@ TEST(RetryLine, TheLineIsBoundedAndTheTenantsOwn) {
   EXPECT_EQ(line.Join("flood", 1e9, At(0)), 600);
   EXPECT_EQ(line.Join("other", 2, At(0)), 0);
   EXPECT_NEAR(line.Join("other", 2, At(0)), 2 * RetryLine::kPace, 1e-6);
+  EXPECT_EQ(line.Join("flood", 1, At(0)), 600) << "it is not the shorter for another's";
   EXPECT_EQ(line.Join("flood", 1, At(1000)), 0);
+}
+
+// The number of lines is bounded, and one that is over makes room.
+TEST(RetryLine, LinesThatAreOverAreForgotten) {
+  RetryLine line(absl::Minutes(10));
+  const auto fill = [&](const std::string& name, absl::Time now) {
+    for (int i = 0; i < 4096; ++i) line.Join(absl::StrCat(name, i), 1, now);
+  };
+  fill("early", At(0));
+  line.Join("more", 2, At(0));
+  EXPECT_EQ(line.Join("more", 2, At(0)), 0) << "there is no room for a line";
+  fill("late", At(100));
+  EXPECT_NEAR(line.Join("late7", 1, At(100)), RetryLine::kPace, 1e-6);
 }
 
 // Ten times what a pool can do comes for some seconds; its queue has few places; predictions err by up to a

@@ -295,6 +295,18 @@ TEST(RunOrderPacks, WhatIsUrgentSharesAPassThatIsInTime) {
   }
 }
 
+TEST(RunOrderPacks, ALostDeadlineKeepsNobodyFromSharing) {
+  Order order;
+  RunOrder::Job lost = ShortJob();
+  lost.deadline = At(0.01);
+  lost.pack.pass_seconds = 0.11;  // longer than it takes alone
+  for (int i = 0; i < 4; ++i) order.Add(ShortJob(), 0);
+  order.Add(lost, 0);
+  double now = 0;
+  order.Run(now, 10);
+  for (Ticket ticket = 1; ticket <= 5; ++ticket) EXPECT_EQ(order.PackOf(ticket), 5);
+}
+
 // Three times what could be computed in turn: all of it is urgent by that count, and in time together.
 TEST(RunOrderPacks, AFloodOfDeadlinesIsMetByPacks) {
   std::mt19937_64 random(TestSeed());

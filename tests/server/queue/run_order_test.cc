@@ -365,6 +365,22 @@ TEST(RunOrder, ALostDeadlineGivesNoTurn) {
   }
 }
 
+// Of urgent ones the earliest deadline goes first, though another is shorter: it was urgent for the sake of a
+// third, which has left.
+TEST(RunOrder, TheEarliestUrgentDeadlineGoesFirst) {
+  RunOrder order({.max_age = absl::Hours(1), .most_live = 8});
+  const auto come = [&](Ticket ticket, double work, double deadline, double now) {
+    order.Announce(ticket, {.tenant = "t", .work_seconds = work, .deadline = At(deadline)}, At(now));
+    order.Complete(ticket, At(now));
+  };
+  come(1, 2, 20, 0);
+  come(2, 10, 20.1, 0);
+  EXPECT_EQ(order.Choose(At(6)), 1u) << "the other follows it, and takes 10";
+  order.Remove(2, At(6));
+  come(3, 4, 10.5, 6);
+  EXPECT_EQ(order.Choose(At(6)), 3u);
+}
+
 // Nor has what was urgent and turns out to take too long.
 TEST(RunOrder, ADeadlineThatGetsLostGivesNoTurnAnyMore) {
   RunOrder order({.max_age = absl::Hours(1), .most_live = 8});

@@ -285,6 +285,27 @@ TEST(GlooRendezvous, EachByteOfAWelcomeMustBeRight) {
   }
 }
 
+// It calls from the address that its data is to take.
+TEST(GlooRendezvous, CallsFromTheInterfaceThatIsNamed) {
+  const Listener listener;
+  const auto rank0 = Listen(0);
+  const auto rank1 =
+      GlooRendezvous::Listen({.listen = "127.0.0.2", .rank = 1, .ranks = kRanks, .run = 7}).value();
+  std::thread connect([&] {
+    rank1->Connect(std::vector<std::string>{listener.InsteadOf(rank0->address()), rank1->address()}, Soon())
+        .IgnoreError();
+  });
+  sockaddr_in from = {};
+  {
+    const int fd = listener.Accept();
+    const Stranger caller(fd);
+    socklen_t length = sizeof(from);
+    EXPECT_EQ(getpeername(fd, reinterpret_cast<sockaddr*>(&from), &length), 0);
+  }
+  connect.join();
+  EXPECT_EQ(ntohl(from.sin_addr.s_addr), INADDR_LOOPBACK + 1);
+}
+
 // Who answers as rank 0 would, and then hangs up instead of a handshake, is named.
 TEST(GlooRendezvous, WhoHangsUpInTheHandshakeIsNamed) {
   const Listener listener;
@@ -358,6 +379,21 @@ TEST(GlooRendezvous, AddressesAreThoseOfTheRanks) {
   const auto rank0 = Listen(0);
   ExpectStatus(rank0->Connect(std::vector<std::string>{rank0->address(), good, good}, Soon()).status(),
                absl::StatusCode::kInvalidArgument, {"3 addresses for 2 ranks"});
+}
+
+// Of attempts in which the machine may stand still, the shortest counts.
+TEST(GlooRendezvous, AWaitForAPeerEndsAtItsDeadline) {
+  absl::Duration shortest = absl::InfiniteDuration();
+  for (int attempt = 0; attempt < 5 && shortest > absl::Milliseconds(500); ++attempt) {
+    const auto rank0 = Listen(0), rank1 = Listen(1);
+    const std::vector<std::string> addresses = {rank0->address(), rank1->address()};
+    const absl::Time start = MonotonicNow();
+    ExpectStatus(rank0->Connect(addresses, start + absl::Milliseconds(50)).status(),
+                 absl::StatusCode::kDeadlineExceeded, {"rank 0", "rank 1"});
+    shortest = std::min(shortest, MonotonicNow() - start);
+  }
+  EXPECT_GE(shortest, absl::Milliseconds(50));
+  EXPECT_LT(shortest, absl::Milliseconds(500));
 }
 
 TEST(GlooRendezvous, ListensOnOneInterfaceAlone) {

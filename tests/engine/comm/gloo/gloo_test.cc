@@ -7,6 +7,11 @@
 #include <array>
 #include <atomic>
 #include <cstring>
+#include <map>
+#include <memory>
+#include <set>
+#include <thread>
+#include <vector>
 
 #include "absl/time/clock.h"
 #include "engine/comm/checksum.h"
@@ -120,6 +125,32 @@ TEST_P(Gloo, MatchesInTheOrderOfCallsForEachOperation) {
 }
 
 // Two parts of one buffer, whose neighbours stay as they are.
+// Whatever the order in which the two ranks come to their operations.
+TEST_P(Gloo, MessagesOfOneOperationMeetNoneOfAnother) {
+  constexpr int kMessages = 3;
+  GlooEndpoints endpoints(2, With());
+  auto ranks = endpoints.ConnectAll();
+  std::map<std::pair<Traffic, int>, std::unique_ptr<PendingReceive>> receives;
+  const auto pattern = [](Traffic traffic, int i) { return 100 * static_cast<int>(traffic) + i; };
+  for (const Traffic traffic : kAllTraffics) {
+    for (int i = 0; i < kMessages; ++i) {
+      receives[{traffic, i}] = ranks[0]->SendReceive(traffic, 1, PatternBuffer(8, i), 1, 8).value();
+    }
+  }
+  for (size_t at = kTraffics; at-- > 0;) {
+    for (int i = 0; i < kMessages; ++i) {
+      const Traffic traffic = kAllTraffics[at];
+      ASSERT_TRUE(ranks[1]->SendReceive(traffic, 0, PatternBuffer(8, pattern(traffic, i)), 0, 8).ok());
+    }
+  }
+  for (const auto& [which, receive] : receives) {
+    const auto message = receive->Wait(Soon());
+    ASSERT_TRUE(message.ok()) << message.status();
+    EXPECT_TRUE(HasPattern(**message, 8, pattern(which.first, which.second)))
+        << TrafficName(which.first) << " " << which.second;
+  }
+}
+
 TEST_P(Gloo, ReceivesIntoMemoryThatIsThere) {
   GlooEndpoints endpoints(2, With());
   auto ranks = endpoints.ConnectAll();
@@ -185,7 +216,7 @@ TEST_P(Gloo, AnEndedRankStillDeliversWhatItSent) {
   const auto staying = ranks[2]->SendReceive(Traffic::kQ, 1, PatternBuffer(1, 3), 0, 1);
   ASSERT_TRUE(staying.ok()) << staying.status();
   std::thread end([&] { ranks[1].reset(); });
-  absl::SleepFor(absl::Milliseconds(50));
+  absl::SleepFor(absl::Milliseconds(GetParam() ? 50 : 1100));  // a slow peer, and one that is slower
   auto receive = ranks[0]->SendReceive(Traffic::kQ, 2, PatternBuffer(1, 4), 1, size_bytes);
   const auto message = receive.ok() ? (*receive)->Wait(Soon()) : receive.status();
   end.join();
@@ -394,6 +425,33 @@ TEST_P(Gloo, RunsOneAfterTheOther) {
 TEST(GlooConnect, OneRankHasNobodyToMeet) {
   GlooEndpoints endpoints(1);
   EXPECT_EQ((*endpoints.Connect(0))->size(), 1);
+}
+
+// Ports where this process listens, here and now.
+std::set<int> ListeningDescriptors() {
+  std::set<int> listening;
+  for (int fd = 0; fd < 1024; ++fd) {
+    int listens = 0;
+    socklen_t length = sizeof(listens);
+    if (getsockopt(fd, SOL_SOCKET, SO_ACCEPTCONN, &listens, &length) == 0 && listens != 0) {
+      listening.insert(fd);
+    }
+  }
+  return listening;
+}
+
+// gloo's own pairs would listen, each on a port.
+TEST(GlooConnect, ListensOncePerRank) {
+  constexpr int kRanks = 4;
+  const size_t before = ListeningDescriptors().size();
+  GlooEndpoints endpoints(kRanks);
+  std::vector<std::unique_ptr<Communicator>> communicators(kRanks);
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < kRanks; ++rank) {
+    threads.emplace_back([&, rank] { communicators[rank] = endpoints.Connect(rank).value(); });
+  }
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_LE(ListeningDescriptors().size(), before + kRanks);
 }
 
 TEST(GlooConnect, ListensOnOneInterface) {

@@ -85,6 +85,19 @@ TEST_F(HeldKvTest, ALeaseHoldsThePrefixOfItsRun) {
   EXPECT_EQ(bytes(), 0);
 }
 
+// The store here has names of its own for leases, which no client has heard of.
+TEST_F(HeldKvTest, AnErrorNamesTheLeaseThatWasAskedFor) {
+  ASSERT_TRUE(Run(1, Keeping("lease-a", false), 8).ok());
+  v1::FetchKvRequest request;
+  request.set_lease("lease-a");
+  const absl::Status of_another = kv_.Open(request, "u", 1 << 20, nullptr).status();
+  now_ += absl::Seconds(11);
+  for (const absl::Status& status : {of_another, kv_.Open(request, "t", 1 << 20, nullptr).status()}) {
+    EXPECT_TRUE(absl::IsNotFound(status)) << status;
+    EXPECT_NE(status.message().find("lease lease-a"), absl::string_view::npos) << status;
+  }
+}
+
 // A lease whose run failed is kept anew by the next one: a reader has parts of one of them.
 TEST_F(HeldKvTest, AReaderReadsOneRunOfItsLease) {
   ASSERT_TRUE(Run(1, Keeping("a", false), 40).ok());

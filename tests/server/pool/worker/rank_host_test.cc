@@ -21,6 +21,7 @@
 #include "kernels/cpu/host_memory.h"
 #include "kernels/monotonic_time.h"
 #include "tests/engine/devices/toy/toy_platform.h"
+#include "tests/server/captured_log.h"
 #include "tests/server/eventually.h"
 #include "tests/server/pool/worker/rank_host_fixture.h"
 
@@ -85,10 +86,12 @@ TEST_F(RankHostTest, RunsOneRunAfterAnother) {
   HostListener listener;
   const auto host = Load(listener);
   ASSERT_NE(host, nullptr);
+  const CapturedLog log;
   for (int i = 0; i < 3; ++i) {
     host->Prepare(Part());
     RunWell(*host, listener, run_);
   }
+  EXPECT_EQ(log.CountOf("connections to the data port"), 0) << "nobody else has knocked: " << log.Text();
 }
 
 TEST_F(RankHostTest, ASeatTellsOfTheRankThatSitsThere) {
@@ -116,6 +119,24 @@ TEST_F(RankHostTest, ASeatTellsOfTheRankThatSitsThere) {
     }
     host->Release(run_);
   }
+}
+
+// Rank 0 has more tokens than the others, and sits elsewhere.
+TEST_F(RankHostTest, KeepsKvOfTheRanksThatSitHere) {
+  HostListener listener;
+  const auto host = Load(listener);
+  ASSERT_NE(host, nullptr);
+  WorkerMachine::RunPart part = Part(2 * kRanks);
+  part.plan.placement.seat_of_rank = {2, 3, 0, 1};
+  part.keep_kv = {.lease = "lease", .tenant = "t", .lasts = absl::Hours(1)};
+  const TokenLayout& layout = part.plan.layout;
+  const int64_t here = layout.ChunkTokens(2) + layout.ChunkTokens(3);
+  ASSERT_GT(layout.ChunkTokens(0) + layout.ChunkTokens(1), here);
+  host->Prepare(std::move(part));
+  listener.Addresses(run_);
+  EXPECT_EQ(host->kv().counts().bytes, shape_.layers * shape_.kv_bytes(here));
+  host->Stop(run_, "the request was cancelled");
+  listener.Stopped(run_);
 }
 
 TEST_F(RankHostTest, TwoHostsComputeWhatOneProcessComputes) {
@@ -409,6 +430,10 @@ TEST_F(RankHostTest, StopsARunThatIsPreparedOrUnknown) {
   listener.Stopped(run_);
   host->Prepare(Part());
   RunWell(*host, listener, run_);
+  WorkerMachine::RunPart again = Part();  // of a leader that was started again, and counts anew
+  again.number = 99;
+  host->Prepare(std::move(again));
+  RunWell(*host, listener, 99);
 }
 
 TEST_F(RankHostTest, KeepsRunsApart) {
@@ -493,6 +518,25 @@ TEST_F(RankHostTest, RanksNeedNotStandStillAtTheSamePlace) {
   }
   ASSERT_EQ(answers.size(), 2u);
   EXPECT_EQ(answers[0], answers[1]);
+}
+
+// A PauseAt waits behind what the host does, and its run may have gone on by then.
+TEST_F(RankHostTest, APauseIsOverWithItsResume) {
+  HostListener listener;
+  const auto host = Load(listener);
+  ASSERT_NE(host, nullptr);
+  host->Prepare(Part());
+  const uint64_t run = run_;
+  const std::vector<std::string> addresses = listener.Addresses(run);
+  host->Pause(run, 7);
+  host->Resume(run);
+  host->PauseAt(run, 7, 0);
+  host->Prepare(Part());  // behind it
+  listener.Addresses(run_);
+  EXPECT_FALSE(listener.IsStill(run, 7));
+  host->Stop(run, "the request was cancelled");
+  host->Stop(run_, "the request was cancelled");
+  listener.Stopped(run_);
 }
 
 TEST_F(RankHostTest, StopsARunThatStandsStill) {

@@ -119,6 +119,77 @@ TEST_F(RankPackTest, EachHasTheBitsOfARunOfItsOwn) {
   }
 }
 
+TEST_F(RankPackTest, FollowsWhatIsCached) {
+  constexpr int64_t kCached = 48;
+  host_.reset();
+  options_.kv_memory_bytes = 1 << 24;
+  Load();
+  const auto prepare = [&](const std::vector<uint32_t>& prompt, std::vector<HeldKv::RunTokens> prefix,
+                           int pack_runs = 0) {
+    const int64_t cached = prefix.empty() ? 0 : kCached;
+    const auto choice =
+        MakePlan(shape_, PoolSpeed{},
+                 {.tokens = std::ssize(prompt), .cached_tokens = cached, .ranks = 1, .stripe = 16});
+    EXPECT_TRUE(choice.ok()) << choice.status();
+    WorkerMachine::RunPart part{.number = ++run_,
+                                .epoch = epoch_,
+                                .plan = choice->plan,
+                                .reserve_bytes = 1000,
+                                .prefix = std::move(prefix),
+                                .local_rank = 0,
+                                .shards = {prompt}};
+    if (cached == 0) part.keep_kv = {.lease = "", .tenant = "", .lasts = absl::Hours(1), .cache = true};
+    if (pack_runs > 0) part.pack = {.number = 7, .runs = pack_runs};
+    host_->Prepare(std::move(part));
+    return run_;
+  };
+  const auto logits = [&](uint64_t run) {
+    const auto output = listener_.Outputs(run, 1)[0];
+    EXPECT_TRUE(output.ok()) << output.status();
+    host_->Release(run);
+    return output.ok() ? output->logits : std::vector<float>();
+  };
+  const uint64_t before = prepare(RandomPrompt(kCached), {});
+  Start(before);
+  logits(before);
+  const std::vector<uint32_t> prompts[] = {RandomPrompt(20), RandomPrompt(30)};
+  std::vector<std::vector<float>> alone;
+  for (const auto& prompt : prompts) {
+    const uint64_t run = prepare(prompt, {{.run = before, .tokens = kCached}});
+    Start(run);
+    alone.push_back(logits(run));
+  }
+  const uint64_t with_prefix = prepare(prompts[0], {{.run = before, .tokens = kCached}}, 2);
+  const uint64_t also = prepare(prompts[1], {{.run = before, .tokens = kCached}}, 2);
+  Start(with_prefix);
+  Start(also);
+  EXPECT_EQ(logits(with_prefix), alone[0]);
+  EXPECT_EQ(logits(also), alone[1]);
+}
+
+// Which prompt's tokens an expert had is not known: those of a pass count once.
+TEST_F(RankPackTest, CountsTheTokensOfExpertsOnce) {
+  host_.reset();
+  MakeTestModel("rank_pack_experts", DType::kF32, ModelFamily::kQwen3Moe);
+  Load();
+  const std::vector<uint32_t> prompts[] = {RandomPrompt(20), RandomPrompt(30)};
+  const auto count = [&](const std::vector<uint64_t>& runs) {
+    int64_t tokens = 0;
+    for (const uint64_t run : runs) Start(run);
+    for (const uint64_t run : runs) {
+      const auto output = listener_.Outputs(run, 1)[0];
+      EXPECT_TRUE(output.ok()) << output.status();
+      if (!output.ok()) continue;
+      for (const int64_t of_expert : output->stats.tokens_per_expert) tokens += of_expert;
+      host_->Release(run);
+    }
+    return tokens;
+  };
+  const int64_t alone = count({Prepare(prompts[0], 0)}) + count({Prepare(prompts[1], 0)});
+  EXPECT_GT(alone, 0);
+  EXPECT_EQ(count({Prepare(prompts[0], 0, 7, 2), Prepare(prompts[1], 0, 7, 2)}), alone);
+}
+
 TEST_F(RankPackTest, BeginsWhenAllHaveCome) {
   const std::vector<uint32_t> prompt = RandomPrompt(20);
   const uint64_t first = Prepare(prompt, 1, 7, 2), second = Prepare(prompt, 1, 7, 2);

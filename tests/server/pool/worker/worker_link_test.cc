@@ -104,6 +104,20 @@ TEST_F(WorkerLinkTest, ANewLeaderBeginsAnew) {
   EXPECT_EQ(machine_.reserved_bytes(), 100);
 }
 
+TEST_F(WorkerLinkTest, TheLateEndOfAnEarlierStreamIsNoEndOfThisOne) {
+  Join();
+  const WorkerMachine::Connection earlier = connection_;
+  machine_.OnDisconnected(earlier, absl::UnavailableError("reset"), now_);
+  Do();
+  Reconnect();
+  HearWelcome();
+  BeginRun(5);
+  machine_.OnDisconnected(earlier, absl::UnavailableError("reset"), now_);
+  Do();
+  EXPECT_TRUE(machine_.member());
+  EXPECT_TRUE(stopped_.empty());
+}
+
 TEST_F(WorkerLinkTest, EpochsOnlyGrow) {
   Join();
   v1::LeaderMessage late;
@@ -112,6 +126,23 @@ TEST_F(WorkerLinkTest, EpochsOnlyGrow) {
   machine_.OnMessage(connection_, late, now_);
   Tick(absl::Milliseconds(200));
   ASSERT_FALSE(sent_.empty());
+  EXPECT_EQ(sent_.back().epoch(), kEpoch);
+}
+
+// A run keeps the epoch that it began in, though workers have come since.
+TEST_F(WorkerLinkTest, WhatItSaysOfARunIsOfTheRunsEpoch) {
+  Join();
+  BeginRun(5);
+  Hear([](v1::LeaderMessage& message) {
+    message.set_epoch(kEpoch + 2);
+    message.mutable_heartbeat();
+  });
+  Tick(absl::Seconds(1), {{5, {{.rank = kFirstRank, .layers_done = 1}}}});
+  ASSERT_TRUE(sent_.back().has_progress());
+  EXPECT_EQ(sent_.back().epoch(), kEpoch);
+  machine_.OnRankDone(5, kFirstRank, RankOutput{});
+  Do();
+  ASSERT_TRUE(sent_.back().has_rank_done());
   EXPECT_EQ(sent_.back().epoch(), kEpoch);
 }
 
