@@ -22,12 +22,8 @@ int64_t CeilDivide(int64_t a, int64_t b) { return (a + b - 1) / b; }
 class WeightExchange final : public ShareExchange {
  public:
   WeightExchange(Endpoint& endpoint, std::vector<std::string> addresses, Stream& stream,
-                 absl::Duration connect_timeout, absl::Duration wait_timeout)
-      : endpoint_(endpoint),
-        addresses_(std::move(addresses)),
-        stream_(stream),
-        connect_timeout_(connect_timeout),
-        wait_timeout_(wait_timeout) {}
+                 const ExchangeTimeouts& timeouts)
+      : endpoint_(endpoint), addresses_(std::move(addresses)), stream_(stream), timeouts_(timeouts) {}
 
   absl::Status Exchange(std::span<const ShareSwap> swaps, int64_t most_bytes,
                         const BeforeRead& before_piece) override {
@@ -65,7 +61,7 @@ class WeightExchange final : public ShareExchange {
   absl::Status Connect() {
     if (communicator_ != nullptr) return absl::OkStatus();
     ASSIGN_OR_RETURN(communicator_,
-                     endpoint_.Connect(addresses_, stream_, MonotonicNow() + connect_timeout_));
+                     endpoint_.Connect(addresses_, stream_, MonotonicNow() + timeouts_.connect));
     return absl::OkStatus();
   }
 
@@ -73,25 +69,22 @@ class WeightExchange final : public ShareExchange {
                             const BeforeRead& before_piece) const {
     const std::unique_ptr<PendingReceive> first = std::move(under_way.front());
     under_way.pop_front();
-    RETURN_IF_ERROR(first->Wait(MonotonicNow() + wait_timeout_).status());
+    RETURN_IF_ERROR(first->Wait(MonotonicNow() + timeouts_.piece).status());
     return before_piece().status();
   }
 
   Endpoint& endpoint_;
   const std::vector<std::string> addresses_;
   Stream& stream_;
-  const absl::Duration connect_timeout_;
-  const absl::Duration wait_timeout_;
+  const ExchangeTimeouts timeouts_;
   std::unique_ptr<Communicator> communicator_;  // null: not connected yet
 };
 
 }  // namespace
 
 std::unique_ptr<ShareExchange> MakeWeightExchange(Endpoint& endpoint, std::vector<std::string> addresses,
-                                                  Stream& stream, absl::Duration connect_timeout,
-                                                  absl::Duration wait_timeout) {
-  return std::make_unique<WeightExchange>(endpoint, std::move(addresses), stream, connect_timeout,
-                                          wait_timeout);
+                                                  Stream& stream, const ExchangeTimeouts& timeouts) {
+  return std::make_unique<WeightExchange>(endpoint, std::move(addresses), stream, timeouts);
 }
 
 }  // namespace meshfill

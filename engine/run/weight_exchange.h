@@ -19,12 +19,15 @@ namespace meshfill {
 
 inline constexpr int64_t kWeightPieceBytes = int64_t{1} << 20;
 
+struct ExchangeTimeouts {
+  absl::Duration connect;  // to all workers
+  absl::Duration piece;    // a peer's ranks may be a layer behind
+};
+
 // Connects in the first Exchange. `addresses` are those of all workers, by share. The stream's device is in
-// the host's memory, so that any thread may allocate by it; stream and endpoint outlive the exchange. A peer
-// may take `wait_timeout` for a piece: its ranks may be a layer behind.
+// the host's memory, so that any thread may allocate by it; stream and endpoint outlive the exchange.
 std::unique_ptr<ShareExchange> MakeWeightExchange(Endpoint& endpoint, std::vector<std::string> addresses,
-                                                  Stream& stream, absl::Duration connect_timeout,
-                                                  absl::Duration wait_timeout);
+                                                  Stream& stream, const ExchangeTimeouts& timeouts);
 
 }  // namespace meshfill
 

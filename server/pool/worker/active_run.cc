@@ -230,12 +230,12 @@ void ActiveRun::OpenWeights(const std::vector<bool>& reads_head) {
     const MutexLock lock(mu_);
     endpoint = weights_endpoint_.get();
   }
-  Gathering gathering{
-      .share = part_.weights.share,
-      .head = part_.tokens_ahead > 0 ? std::nullopt : std::optional(part_.weights.head),
-      .at_once = probes_.empty(),
-      .exchange = MakeWeightExchange(*endpoint, std::move(addresses), *seats_.front().stream,
-                                     worker_.data_plane.connect_timeout(), PeerWaitTimeout(part_.plan))};
+  Gathering gathering{.share = part_.weights.share,
+                      .head = part_.tokens_ahead > 0 ? std::nullopt : std::optional(part_.weights.head),
+                      .at_once = probes_.empty(),
+                      .exchange = MakeWeightExchange(*endpoint, std::move(addresses), *seats_.front().stream,
+                                                     {.connect = worker_.data_plane.connect_timeout(),
+                                                      .piece = PeerWaitTimeout(part_.plan)})};
   weights_.emplace(*worker_.sharded, static_cast<int>(seats_.size()), std::move(gathering), &stop_);
 }
 

@@ -87,7 +87,8 @@ class ShardedWeightsTest : public testing::TestWithParam<SharedModelCase> {
           {.share = {.index = i, .of = of},
            .head = head,
            .at_once = all_at_once || i % 2 == 0,
-           .exchange = MakeWeightExchange(*run->endpoints.back(), {}, *run->streams.back(), kLong, wait)},
+           .exchange = MakeWeightExchange(*run->endpoints.back(), {}, *run->streams.back(),
+                                          {.connect = kLong, .piece = wait})},
           readers[i], &run->stop));
     }
     return run;

@@ -29,7 +29,8 @@ class WeightExchangeTest : public testing::Test {
     endpoints_.clear();
     for (std::unique_ptr<Communicator>& communicator : MakeInProcessCommunicators(workers)) {
       endpoints_.push_back(std::make_unique<ReadyEndpoint>(std::move(communicator)));
-      exchanges_.push_back(MakeWeightExchange(*endpoints_.back(), {}, *stream_, kLong, wait));
+      exchanges_.push_back(
+          MakeWeightExchange(*endpoints_.back(), {}, *stream_, {.connect = kLong, .piece = wait}));
     }
   }
 
