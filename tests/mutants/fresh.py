@@ -145,10 +145,16 @@ def judge(build, nearest, unchanged, candidate, work, most_tests):
         for output in build.outputs(tests[0]):
             edition.objects(output)
         for test in tests:
-            before = unchanged.outcome(file, test, "")
-            if before.skipped or not before.passed:
+            outcome = edition.run(test, "", LEAST_LIMIT)
+            if outcome.skipped:
                 continue
-            outcome = edition.run(test, "", max(LEAST_LIMIT, LIMIT_FACTOR * before.seconds))
+            if not outcome.passed:
+                before = unchanged.outcome(file, test, "")
+                if not before.passed:
+                    continue
+                limit = LIMIT_FACTOR * before.seconds
+                if outcome.timed_out and limit > LEAST_LIMIT:
+                    outcome = edition.run(test, "", limit)
             if not outcome.passed:
                 return "found", f"{test} {outcome.how}"
             if not passed and same_code(build, file, tests, mutated, work):

@@ -19,6 +19,7 @@ import threading
 import time
 
 BUILD_LIMIT = 900  # seconds for one compile or link
+TIMED_OUT = "the time limit"  # how a test ended that took too long
 BASIC_HEADERS = ("absl/status/statusor.h", "absl/strings/str_cat.h", "absl/strings/str_format.h", "absl/strings/str_join.h",
                  "absl/strings/str_split.h", "absl/time/time.h", "algorithm", "cmath", "cstring", "deque", "filesystem", "fstream",
                  "functional", "list", "map", "memory", "numeric", "optional", "random", "set", "sstream", "string", "thread",
@@ -54,6 +55,10 @@ class Outcome:
     seconds: float
     skipped: bool = False
     output: str = ""
+
+    @property
+    def timed_out(self):
+        return self.how == TIMED_OUT
 
 
 @dataclasses.dataclass(frozen=True)
@@ -238,7 +243,7 @@ class MutatedBuild:
                 seconds = time.monotonic() - began
                 written.seek(0)
                 output = written.read().decode(errors="replace")
-        how = "the time limit" if code is None else first_failure(output) or how_it_ended(code)
+        how = TIMED_OUT if code is None else first_failure(output) or how_it_ended(code)
         ran = not re.search(r"^\[==========\] Running 0 tests|^Ran 0 tests", output, re.MULTILINE)
         return Outcome(code == 0 and ran, how if ran else "no case ran", seconds,
                        code == self.tests[test].skip_code, output)
