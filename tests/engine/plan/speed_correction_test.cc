@@ -433,6 +433,39 @@ TEST(SpeedCorrection, RanksPlansByWhatPrefillsShow) {
 }
 
 // Every link is as much slower, within a node or out of it.
+// What plans are ranked with is no part of what is predicted.
+TEST(SpeedCorrection, PredictsTheSameWhateverItRanksWith) {
+  Pool pool({.attention = 3, .transfers = 8}, TestSeed());
+  SpeedCorrection correction;
+  for (int i = 0; i < 60; ++i) {
+    const Prediction predicted = pool.Draw();
+    correction.Observe(predicted, pool.Run(predicted.parts));
+  }
+  const PartSeconds parts{.products = 1, .attention = 2, .transfers = 1.5, .hidden = 0.5};
+  double attention = 1, transfers = 1;  // what it ranks with
+  const auto choice = correction.Plan({}, {}, [&](const PoolSpeed& ranked, const Topology&) {
+    attention = PoolSpeed().attention_flops_per_second / ranked.attention_flops_per_second;
+    transfers = PoolSpeed().link_bytes_per_second / ranked.link_bytes_per_second;
+    auto planned = MakePlan(kModel, ranked, {.tokens = 100, .ranks = 2});
+    planned->plan.predicted.parts = {.products = parts.products,
+                                     .attention = attention * parts.attention,
+                                     .transfers = transfers * parts.transfers,
+                                     .hidden = attention * parts.hidden};
+    return planned;
+  });
+  ASSERT_TRUE(choice.ok()) << choice.status();
+  EXPECT_GT(attention, 1.5);
+  EXPECT_GT(transfers, 1.5);
+  const PartFactors factors = correction.factors();
+  const double wait = factors.transfers * parts.transfers - factors.attention * parts.hidden;
+  EXPECT_GT(wait, 0);
+  EXPECT_NEAR(choice->plan.predicted.comm_wait_seconds, wait, 1e-9);
+  EXPECT_NEAR(choice->plan.predicted.seconds,
+              factors.products * parts.products + factors.attention * parts.attention + wait +
+                  std::max(0.0, factors.fixed_seconds),
+              1e-9);
+}
+
 TEST(SpeedCorrection, RanksAllLinksAlike) {
   Pool pool({.transfers = 4}, TestSeed());
   SpeedCorrection correction;

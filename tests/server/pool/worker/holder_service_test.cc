@@ -198,6 +198,16 @@ TEST(HolderService, ARenewedTokenCountsAndABadOneDoesNot) {
   EXPECT_THAT(log.Text(), HasSubstr("connections to workers take the new certificates and the new token"));
 }
 
+// At every interface is nowhere that it could tell others.
+TEST(HolderService, RefusesEveryInterface) {
+  EndlessKv held;
+  for (const char* listen : {"0.0.0.0:0", "[::]:0"}) {
+    if (!ResolveFreeAddress(listen).ok()) continue;  // a machine without IPv6
+    const auto service = HolderService::Start(listen, Defaults(), held);
+    EXPECT_EQ(service.status().code(), absl::StatusCode::kInvalidArgument) << listen << service.status();
+  }
+}
+
 // It may wait for another worker's part, and keeps its lease alive then.
 TEST(HolderService, AReaderWhoStandsStillIsEndedOnceItsLeaseIs) {
   v1::Config config = Defaults();
