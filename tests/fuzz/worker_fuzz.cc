@@ -16,7 +16,9 @@ constexpr int kMostEvents = 300;
 
 class Worker {
  public:
-  Worker() : machine_({.offer = GoodOffer("w", kRanks)}) { machine_.Start(now_); }
+  Worker() : machine_({.offer = GoodOffer("w", kRanks)}, [] { return WorkerMachine::ProgressOfRuns(); }) {
+    machine_.Start(now_);
+  }
 
   void Run(FuzzInput& input) {
     for (int event = 0; event < kMostEvents && !input.empty(); ++event) {
@@ -31,7 +33,7 @@ class Worker {
     switch (input.Byte() % 6) {
       case 0:
         now_ += absl::Milliseconds(input.Byte() * 20);
-        return machine_.OnTick(now_, {});
+        return machine_.OnTick(now_);
       case 1:
         return machine_.OnDisconnected(connection_, absl::UnavailableError("gone"), now_);
       case 2:

@@ -32,7 +32,7 @@ WorkerMachine::ActiveRun* WorkerMachine::Find(uint64_t run, Phase phase) {
   return entry != runs_.end() && entry->second.phase == phase ? &entry->second : nullptr;
 }
 
-void WorkerMachine::OnTick(absl::Time now, const ProgressOfRuns& progress) {
+void WorkerMachine::OnTick(absl::Time now) {
   if (now >= drain_until_ && link_ != Link::kExited) {
     link_ = Link::kExited;
     actions_.push_back(Exit{
@@ -57,11 +57,12 @@ void WorkerMachine::OnTick(absl::Time now, const ProgressOfRuns& progress) {
   }
   if (link_ != Link::kMember || now - last_progress_ < options_.progress_interval) return;
   last_progress_ = now;
-  SendProgress(progress);
+  SendProgress();
 }
 
 // A message for each run that computes; without one, a sign of life.
-void WorkerMachine::SendProgress(const ProgressOfRuns& progress) {
+void WorkerMachine::SendProgress() {
+  const ProgressOfRuns progress = progress_();
   bool computes = false;
   for (const auto& [number, run] : runs_) {
     if (run.phase != Phase::kRunning) continue;
@@ -71,8 +72,8 @@ void WorkerMachine::SendProgress(const ProgressOfRuns& progress) {
   if (!computes) AddMessage(epoch_).mutable_progress();
 }
 
-void WorkerMachine::SendProgressOf(uint64_t number, const ProgressOfRuns& progress) {
-  if (const ActiveRun* run = Find(number, Phase::kRunning)) AddProgress(number, *run, progress);
+void WorkerMachine::SendProgressOf(uint64_t number) {
+  if (const ActiveRun* run = Find(number, Phase::kRunning)) AddProgress(number, *run, progress_());
 }
 
 void WorkerMachine::AddProgress(uint64_t number, const ActiveRun& run, const ProgressOfRuns& progress) {
@@ -139,6 +140,7 @@ void WorkerMachine::OnMessage(Connection connection, const v1::LeaderMessage& me
       OnStop(message.cancel().run(), message.epoch(), "the request was cancelled");
       break;
     case v1::LeaderMessage::kAbort:
+      SendProgressOf(message.abort().run());
       OnStop(message.abort().run(), message.epoch(), message.abort().reason());
       break;
     case v1::LeaderMessage::kGoodbye:
@@ -383,6 +385,7 @@ void WorkerMachine::OnRun(const v1::Run& message) {
 void WorkerMachine::OnRankDone(uint64_t number, int rank, absl::StatusOr<RankOutput> output) {
   const ActiveRun* run = Find(number, Phase::kRunning);
   if (run == nullptr) return;
+  if (!output.ok()) SendProgressOf(number);
   v1::RankDone& done = *AddMessage(run->part.epoch).mutable_rank_done();
   done.set_run(number);
   done.set_rank(static_cast<uint32_t>(rank));

@@ -22,6 +22,7 @@
 #define MESHFILL_SERVER_POOL_WORKER_WORKER_MACHINE_H_
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <optional>
 #include <set>
@@ -152,14 +153,16 @@ class WorkerMachine {
       std::variant<Connect, Disconnect, Send, PrepareRun, StartRun, PauseRun, PauseRunAt, ResumeRun, StopRun,
                    ReleaseRun, KvLasts, KvEnds, KvRunEnds, AllKvEnds, Exit, LogLine>;
 
-  explicit WorkerMachine(Options options) : options_(std::move(options)) {}
+  // `progress` tells what the ranks of all runs are at now; it is asked within OnTick, OnMessage and
+  // OnRankDone.
+  WorkerMachine(Options options, std::function<ProgressOfRuns()> progress)
+      : options_(std::move(options)), progress_(std::move(progress)) {}
 
   // ---- Events. `now` never falls and never jumps: no time of day (kernels/monotonic_time.h).
   void Start(absl::Time now);
   void OnMessage(Connection connection, const v1::LeaderMessage& message, absl::Time now);
   void OnDisconnected(Connection connection, const absl::Status& why, absl::Time now);
-  void OnTick(absl::Time now, const ProgressOfRuns& progress);           // a few times in a second
-  void SendProgressOf(uint64_t number, const ProgressOfRuns& progress);  // at once, if it runs
+  void OnTick(absl::Time now);  // a few times in a second
   // Finish the runs, leave, exit. The leader lets go once nobody needs what this worker holds.
   void Drain(absl::Time now);
 
@@ -185,7 +188,9 @@ class WorkerMachine {
     uint64_t hash = 0;     // RunHash, once the shards are complete: they go to the host
   };
 
-  void SendProgress(const ProgressOfRuns& progress);
+  void SendProgress();
+  // The leader blames a prompt for an end only once its ranks have computed: at once, if it runs.
+  void SendProgressOf(uint64_t number);
   void AddProgress(uint64_t number, const ActiveRun& run, const ProgressOfRuns& progress);
   void OnRefused(const v1::Refused& refused, absl::Time now);
   void OnPrepare(const v1::Prepare& message, uint64_t epoch);
@@ -210,6 +215,7 @@ class WorkerMachine {
   }
 
   const Options options_;
+  const std::function<ProgressOfRuns()> progress_;
   Link link_ = Link::kAway;
   Connection connection_ = 0;
   absl::Time heard_at_;

@@ -2,10 +2,8 @@
 
 #include <unistd.h>
 
-#include <map>
 #include <utility>
 #include <variant>
-#include <vector>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/strings/str_cat.h"
@@ -23,6 +21,7 @@
 #include "server/pool/worker/control_client.h"
 #include "server/pool/worker/holder_service.h"
 #include "server/pool/worker/rank_host.h"
+#include "server/pool/worker/run_watch.h"
 #include "server/pool/worker/worker_machine.h"
 
 namespace meshfill {
@@ -111,7 +110,8 @@ class WorkerProcess::Impl final : private ControlClient::Listener, private RankH
     const absl::Duration silence_timeout = 2 * ToDuration(config.pool().silence_timeout());
     machine_.emplace(WorkerMachine::Options{.offer = offer,
                                             .silence_timeout = silence_timeout,
-                                            .drain_timeout = ToDuration(config.limits().drain_timeout())});
+                                            .drain_timeout = ToDuration(config.limits().drain_timeout())},
+                     [this] { return host_->progress(); });
     machine_->Start(MonotonicNow());
     return absl::OkStatus();
   }
@@ -122,30 +122,15 @@ class WorkerProcess::Impl final : private ControlClient::Listener, private RankH
       return absl::UnavailableError(
           "a device of this worker has failed; start the worker anew, or see what the driver says");
     }
-    const WorkerMachine::ProgressOfRuns progress = host_->progress();
-    Handle([&](WorkerMachine& machine) { machine.OnTick(MonotonicNow(), progress); });
+    Handle([](WorkerMachine& machine) { machine.OnTick(MonotonicNow()); });
     const MutexLock lock(mu_);
     return exit_;
   }
 
-  // A rank has to move while it is inside an operation and its run is not paused, and from when its run was
-  // told to stop. While it waits for a peer, it has a deadline of its own.
   std::string standstill() {
-    std::vector<StandstillWatch::At> all;
     const WorkerMachine::ProgressOfRuns progress = host_->progress();
     const MutexLock lock(mu_);
-    for (const auto& [number, ranks] : progress) {
-      const auto run = watched_.find(number);
-      if (run == watched_.end()) continue;
-      for (const WorkerMachine::RankProgress& rank : ranks) {
-        all.push_back({.run = number,
-                       .rank = rank.rank,
-                       .moves = rank.operations,
-                       .has_to_move = (rank.computing && !run->second.paused) || run->second.stopping,
-                       .predicted_seconds = run->second.layer_seconds});
-      }
-    }
-    return watch_.Look(all, MonotonicNow());
+    return watch_.Look(progress, MonotonicNow());
   }
 
   KvStore::Counts kv() const { return host_->kv().counts(); }
@@ -165,18 +150,8 @@ class WorkerProcess::Impl final : private ControlClient::Listener, private RankH
   }
 
  private:
-  struct WatchedRun {
-    double layer_seconds = 0;  // predicted
-    bool paused = false;       // another run has its turn
-    bool stopping = false;
-  };
-
   void OnMessage(ControlClient::Connection connection, const v1::LeaderMessage& message) override {
-    Handle([&](WorkerMachine& machine) {
-      // Whether its ranks computed tells the leader whether a prompt may be to blame.
-      if (message.has_abort()) machine.SendProgressOf(message.abort().run(), host_->progress());
-      machine.OnMessage(connection, message, MonotonicNow());
-    });
+    Handle([&](WorkerMachine& machine) { machine.OnMessage(connection, message, MonotonicNow()); });
   }
   void OnDisconnected(ControlClient::Connection connection, const absl::Status& why) override {
     Handle([&](WorkerMachine& machine) { machine.OnDisconnected(connection, why, MonotonicNow()); });
@@ -188,8 +163,6 @@ class WorkerProcess::Impl final : private ControlClient::Listener, private RankH
     Handle([&](WorkerMachine& machine) {
       // The leader hears of a lost device once: by the end of this process.
       if (host_->lost()) return;
-      // It blames a prompt for a failure only once its ranks have computed.
-      if (!output.ok()) machine.SendProgressOf(run, host_->progress());
       machine.OnRankDone(run, rank, std::move(output));
     });
   }
@@ -198,7 +171,7 @@ class WorkerProcess::Impl final : private ControlClient::Listener, private RankH
   }
   void OnRunStopped(uint64_t run) override {
     Handle([&](WorkerMachine& machine) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
-      watched_.erase(run);
+      watch_.End(run);
       machine.OnRunStopped(run, MonotonicNow());
     });
   }
@@ -222,27 +195,27 @@ class WorkerProcess::Impl final : private ControlClient::Listener, private RankH
   void Do(WorkerMachine::Disconnect& disconnect) { client_->Disconnect(disconnect.connection); }
   void Do(WorkerMachine::Send& send) { client_->Send(std::move(send.message)); }
   void Do(WorkerMachine::PrepareRun& prepare) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
-    watched_[prepare.part.number] = {.layer_seconds = prepare.part.plan.predicted.seconds / host_->layers()};
+    watch_.Begin(prepare.part.number, prepare.part.plan.predicted.seconds / host_->layers());
     host_->Prepare(std::move(prepare.part));
   }
   void Do(WorkerMachine::StartRun& start) {
     host_->Start(start.run, std::move(start.addresses), std::move(start.probes));
   }
   void Do(WorkerMachine::PauseRun& pause) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
-    watched_[pause.run].paused = true;
+    watch_.SetPaused(pause.run, true);
     host_->Pause(pause.run, pause.number);
   }
   void Do(WorkerMachine::PauseRunAt& pause) { host_->PauseAt(pause.run, pause.number, pause.messages); }
   void Do(WorkerMachine::ResumeRun& resume) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
-    watched_[resume.run].paused = false;
+    watch_.SetPaused(resume.run, false);
     host_->Resume(resume.run);
   }
   void Do(WorkerMachine::StopRun& stop) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
-    watched_[stop.run].stopping = true;
+    watch_.Stop(stop.run);
     host_->Stop(stop.run, stop.reason);
   }
   void Do(WorkerMachine::ReleaseRun& release) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
-    watched_.erase(release.run);
+    watch_.End(release.run);
     host_->Release(release.run);
   }
   void Do(WorkerMachine::KvLasts& kv) { host_->kv().Lasts(kv.lease, kv.lasts); }
@@ -260,8 +233,7 @@ class WorkerProcess::Impl final : private ControlClient::Listener, private RankH
   std::optional<absl::Status> exit_ ABSL_GUARDED_BY(mu_);
   bool member_ ABSL_GUARDED_BY(mu_) = false;  // whether it is in a pool, as health says
   bool closing_ ABSL_GUARDED_BY(mu_) = false;
-  std::map<uint64_t, WatchedRun> watched_ ABSL_GUARDED_BY(mu_);  // runs that the host has, by number
-  StandstillWatch watch_ ABSL_GUARDED_BY(mu_);
+  RunWatch watch_ ABSL_GUARDED_BY(mu_);  // of the runs that the host has
 };
 
 WorkerProcess::WorkerProcess(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}

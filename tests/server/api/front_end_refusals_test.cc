@@ -216,6 +216,7 @@ TEST_F(FrontEndTest, EveryCallThatIsTooLongSaysSo) {
       EXPECT_EQ(answer, "");
     }
   }
+  EXPECT_EQ(Metric("meshfill_requests_refused_total{reason=\"memory\"}"), 0) << "the client is at fault";
   ExpectGoodRequestIsServed();
 }
 

@@ -116,6 +116,15 @@ TEST(LinkSurveyTest, TheMedianOfThePlausibleCounts) {
   }
 }
 
+TEST(LinkSurveyTest, TheSlowerOfTwoCounts) {
+  LinkSurvey survey(LeftOut());
+  const LinkSurvey::Probes probes = survey.Ask({0, 0});
+  std::vector<LinkSurvey::RankLinks> by_rank = AllSay(probes, kMiddle);
+  by_rank[1] = {kSlow};
+  survey.Take(probes, by_rank);
+  EXPECT_EQ(survey.links().same_node.bytes_per_second, kSlow.bytes_per_second);
+}
+
 TEST(LinkSurveyTest, FlowsOfAHostShareItsPortOrDoNot) {
   const std::vector<int> hosts = {0, 0, 0, 0, 1, 1, 1, 1};
   LinkSurvey survey(LeftOut());

@@ -101,7 +101,8 @@ void PoolSimulation::StartNode(int index) {
   offer.set_kv_memory_bytes(static_cast<uint64_t>(kv_bytes));
   offer.set_kv_address(node.name);
   node.kv = std::make_unique<HeldKv>(KvShapeOf(SimulatedShape()), kv_bytes, [this] { return now_; });
-  node.machine = std::make_unique<WorkerMachine>(options);
+  node.machine =
+      std::make_unique<WorkerMachine>(options, [this, index] { return ProgressOf(nodes_[index]); });
   node.machine->Start(now_);
   node.host_free_at = now_;
   Note(absl::StrCat(node.name, " starts"));
@@ -191,7 +192,7 @@ void PoolSimulation::TickNode(int index, int incarnation) {
   Node& node = nodes_[index];
   if (node.machine == nullptr || node.incarnation != incarnation) return;
   node.kv->EndLapsed();
-  node.machine->OnTick(now_, ProgressOf(node));
+  node.machine->OnTick(now_);
   DoNodeActions(index);
   After(kTick, index, [this, index, incarnation] { TickNode(index, incarnation); });
 }

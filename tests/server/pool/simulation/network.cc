@@ -120,7 +120,6 @@ void PoolSimulation::DeliverToNode(uint64_t id, v1::LeaderMessage message) {
       if (message.has_run() && MayCrashAt(index, Step::kRun)) return;
       if (message.has_finish() && MayCrashAt(index, Step::kFinish)) return;
       if (message.has_abort() && MayCrashAt(index, Step::kAbort)) return;
-      if (message.has_abort()) node.machine->SendProgressOf(message.abort().run(), ProgressOf(node));
       node.machine->OnMessage(link.node_connection, message, now_);
       DoNodeActions(index);
     });

@@ -137,13 +137,40 @@ TEST_F(WorkerLinkTest, WhatItSaysOfARunIsOfTheRunsEpoch) {
     message.set_epoch(kEpoch + 2);
     message.mutable_heartbeat();
   });
-  Tick(absl::Seconds(1), {{5, {{.rank = kFirstRank, .layers_done = 1}}}});
+  progress_ = {{5, {{.rank = kFirstRank, .layers_done = 1}}}};
+  Tick(absl::Seconds(1));
   ASSERT_TRUE(sent_.back().has_progress());
   EXPECT_EQ(sent_.back().epoch(), kEpoch);
   machine_.OnRankDone(5, kFirstRank, RankOutput{});
   Do();
   ASSERT_TRUE(sent_.back().has_rank_done());
   EXPECT_EQ(sent_.back().epoch(), kEpoch);
+}
+
+// A leader blames a prompt for an end only where its ranks have computed, and the next report would be late.
+TEST_F(WorkerLinkTest, SaysWhetherItsRanksComputedBeforeItSaysThatARunEnds) {
+  for (const bool fails : {false, true}) {
+    const uint64_t run = fails ? 6 : 5;
+    if (!fails) Join();
+    BeginRun(run);
+    progress_ = {{run, {{.rank = kFirstRank, .has_computed = true}}}};
+    if (fails) {
+      machine_.OnRankDone(run, kFirstRank, absl::InternalError("it failed"));
+      Do();
+    } else {
+      Hear([&](v1::LeaderMessage& message) { message.mutable_abort()->set_run(run); });
+      machine_.OnRunStopped(run, now_);
+      Do();
+    }
+    ASSERT_EQ(sent_.size(), 2u);
+    ASSERT_EQ(sent_[0].progress().ranks_size(), 1);
+    EXPECT_TRUE(sent_[0].progress().ranks(0).has_computed());
+    EXPECT_TRUE(fails ? sent_[1].has_rank_done() : sent_[1].has_stopped());
+  }
+  sent_.clear();
+  machine_.OnRankDone(6, kFirstRank + 1, RankOutput{});
+  Do();
+  EXPECT_EQ(sent_.size(), 1u) << "what has gone well has computed";
 }
 
 TEST_F(WorkerLinkTest, HearsWhatBecomesOfItsKv) {

@@ -26,7 +26,7 @@ class WorkerMachineFixture : public testing::Test {
   static constexpr uint64_t kEpoch = 7;
 
   explicit WorkerMachineFixture(const WorkerMachine::Options& options = Options())
-      : machine_(options), plan_(MakeTestPlan()) {
+      : machine_(options, [this] { return progress_; }), plan_(MakeTestPlan()) {
     machine_.Start(now_);
   }
 
@@ -90,10 +90,9 @@ class WorkerMachineFixture : public testing::Test {
       }
     }
   }
-  void Tick(absl::Duration passes = absl::ZeroDuration(),
-            const WorkerMachine::ProgressOfRuns& progress = {}) {
+  void Tick(absl::Duration passes = absl::ZeroDuration()) {
     now_ += passes;
-    machine_.OnTick(now_, progress);
+    machine_.OnTick(now_);
     Do();
   }
   template <typename Fill>
@@ -181,6 +180,7 @@ class WorkerMachineFixture : public testing::Test {
   }
 
   absl::Time now_ = absl::UnixEpoch();
+  WorkerMachine::ProgressOfRuns progress_;  // what the host's ranks are at
   WorkerMachine machine_;
   const Plan plan_;
   WorkerMachine::Connection connection_ = 0;

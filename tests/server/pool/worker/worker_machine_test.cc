@@ -62,8 +62,9 @@ TEST_F(WorkerMachineTest, TakesARunFromPrepareToFinish) {
   ASSERT_EQ(started_.size(), 1u);
   EXPECT_EQ(started_[0].addresses, (std::vector<std::string>{"a", "b", "c", "d"}));
   sent_.clear();
-  Tick(absl::Milliseconds(200),
-       {{5, {{.rank = 1, .layers_done = 1, .operations = 9, .computing = true}}}, {4, {{.rank = 2}}}});
+  progress_ = {{5, {{.rank = 1, .layers_done = 1, .operations = 9, .computing = true}}},
+               {4, {{.rank = 2}}}};
+  Tick(absl::Milliseconds(200));
   ASSERT_EQ(sent_.size(), 1u) << "of a run that is not there, nothing is said";
   EXPECT_EQ(sent_[0].progress().run(), 5u);
   ASSERT_EQ(sent_[0].progress().ranks_size(), 1);
@@ -74,9 +75,10 @@ TEST_F(WorkerMachineTest, TakesARunFromPrepareToFinish) {
   machine_.OnRankDone(5, 1, RankOutput{.logits = {1, 2, 3}});
   machine_.OnRankDone(5, 2, absl::InternalError("NaN"));
   Do();
-  ASSERT_EQ(sent_.size(), 3u);
+  ASSERT_EQ(sent_.size(), 4u);
   EXPECT_EQ(sent_[1].rank_done().logits_size(), 3);
-  EXPECT_EQ(FromOutcome(sent_[2].rank_done().outcome()), absl::InternalError("NaN"));
+  EXPECT_TRUE(sent_[2].has_progress()) << "its last word before it fails";
+  EXPECT_EQ(FromOutcome(sent_[3].rank_done().outcome()), absl::InternalError("NaN"));
   Hear([](v1::LeaderMessage& message) { message.mutable_finish()->set_run(5); });
   EXPECT_EQ(released_, std::vector<uint64_t>{5});
   EXPECT_EQ(machine_.reserved_bytes(), 0);
@@ -253,7 +255,8 @@ TEST_F(WorkerMachineTest, KeepsRunsApart) {
   BeginRun(5);
   BeginRun(6);
   EXPECT_EQ(machine_.reserved_bytes(), 200);
-  Tick(absl::Milliseconds(200), {{5, {{.rank = 1}}}, {6, {{.rank = 1}, {.rank = 2}}}});
+  progress_ = {{5, {{.rank = 1}}}, {6, {{.rank = 1}, {.rank = 2}}}};
+  Tick(absl::Milliseconds(200));
   ASSERT_EQ(sent_.size(), 2u);
   EXPECT_EQ(sent_[0].progress().run(), 5u);
   EXPECT_EQ(sent_[1].progress().run(), 6u);
