@@ -15,6 +15,7 @@
 #include "grpcpp/generic/generic_stub.h"
 #include "grpcpp/grpcpp.h"
 #include "meshfill/v1/prefill.grpc.pb.h"
+#include "server/config/address.h"
 #include "server/config/config.h"
 #include "server/pool/holder_call.h"
 #include "tests/server/access/test_certificates.h"

@@ -62,8 +62,7 @@ TEST_F(WorkerMachineTest, TakesARunFromPrepareToFinish) {
   ASSERT_EQ(started_.size(), 1u);
   EXPECT_EQ(started_[0].addresses, (std::vector<std::string>{"a", "b", "c", "d"}));
   sent_.clear();
-  progress_ = {{5, {{.rank = 1, .layers_done = 1, .operations = 9, .computing = true}}},
-               {4, {{.rank = 2}}}};
+  progress_ = {{5, {{.rank = 1, .layers_done = 1, .operations = 9, .computing = true}}}, {4, {{.rank = 2}}}};
   Tick(absl::Milliseconds(200));
   ASSERT_EQ(sent_.size(), 1u) << "of a run that is not there, nothing is said";
   EXPECT_EQ(sent_[0].progress().run(), 5u);
