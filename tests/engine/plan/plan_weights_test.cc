@@ -84,6 +84,7 @@ TEST(PlanWeightsTest, SharedOnesComeByTheLinkBesideTheChunks) {
   EXPECT_DOUBLE_EQ(shared.head_seconds, 1.05);
   // A fast link: the thread that copies is what is waited for.
   EXPECT_DOUBLE_EQ(SharedAmong(one, 4, {.bytes_per_second = 1e9}).layer_seconds, 0.3);
+  EXPECT_DOUBLE_EQ(SharedAmong(one, 4, {.bytes_per_second = 1e9}).head_seconds, 0.075);
 
   // Of each layer's 3 s the link moves chunks for 1. Beside weights they take 2, and still nobody waits.
   Prediction hidden = {.seconds = 12, .compute_seconds = 12};

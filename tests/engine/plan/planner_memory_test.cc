@@ -1,5 +1,6 @@
 // The memory that plans state, by what lives when, and budgets that they keep to.
 #include <algorithm>
+#include <random>
 #include <string>
 #include <utility>
 #include <vector>
@@ -9,6 +10,7 @@
 #include "gtest/gtest.h"
 #include "tests/engine/layer_kinds.h"
 #include "tests/engine/plan/planner_inputs.h"
+#include "tests/engine/random_seed.h"
 
 namespace meshfill {
 namespace {
@@ -133,6 +135,26 @@ TEST(PeakBytes, KeysOfAPrefixAreThereThreeTimesWhereSlicesAreExchanged) {
   };
   const int64_t prefix = 16 * tokens;
   EXPECT_EQ(peak(2 * prefix) - peak(prefix), 3 * model.kv_bytes(prefix));
+}
+
+// Not what the fastest of those that do not fit would take.
+TEST(MakePlan, SaysTheLeastMemoryThatWouldDo) {
+  const uint64_t seed = TestSeed();
+  std::mt19937_64 random(seed);
+  for (int i = 0; i < 40; ++i) {
+    SCOPED_TRACE(testing::Message() << "seed " << seed << ", draw " << i);
+    const ModelShape model = Llama(8, 1 << Draw(random, 0, 3), DType::kBf16);
+    PlanRequest request = {.tokens = Draw<int64_t>(random, 1000, 20'000), .ranks = Draw(random, 1, 16)};
+    request.one_memory = Draw(random, 0, 1) == 1;
+    request.memory_budget_bytes = 1;
+    const std::string refused(MakePlan(model, kSlowLink, request).status().message());
+    const size_t at = refused.find("needs at least ");
+    ASSERT_NE(at, std::string::npos) << refused;
+    request.memory_budget_bytes = std::stoll(refused.substr(at + std::string("needs at least ").size()));
+    EXPECT_TRUE(MakePlan(model, kSlowLink, request).ok());
+    --request.memory_budget_bytes;
+    EXPECT_FALSE(MakePlan(model, kSlowLink, request).ok());
+  }
 }
 
 TEST(MakePlan, KeepsToTheMemoryBudget) {

@@ -133,6 +133,14 @@ TEST_F(FrontEndTest, HealthFollowsTheState) {
   EXPECT_TRUE(HasMetric("meshfill_ranks{state=\"draining\"} 4"));
 }
 
+TEST_F(FrontEndTest, MayDrainBeforeItIsLoaded) {
+  StartServer({}, /*open=*/false);
+  front_end_->StartDrain();
+  EXPECT_EQ(GetPool().state(), v1::PoolStatus::STATE_DRAINING);
+  EXPECT_EQ(GetPool().ranks(), 4u);
+  EXPECT_EQ(Prefill(Header(1), {1}).status.code(), absl::StatusCode::kUnavailable);
+}
+
 // As where a device of an embedded pool has failed.
 TEST_F(FrontEndTest, ALostPoolIsNotReadyAndHasNoRanks) {
   StartServer();

@@ -204,6 +204,18 @@ TEST(LiveStreamsTest, ADrainGivesAnswersLessTime) {
   for (const auto& stream : {before, after, running}) live.Remove(stream.get());
 }
 
+TEST(LiveStreamsTest, ADrainGivesNoAnswerMoreTime) {
+  LiveStreams::Limits limits = Patient();
+  limits.result_timeout = kSoon;
+  limits.drain_result_timeout = absl::Hours(1);
+  LiveStreams live(limits);
+  const auto stream = Add(live);
+  live.StartDrain();
+  live.Ended(stream.get(), 10);
+  EXPECT_TRUE(stream->Comes({"drain", "unread"}));
+  live.Remove(stream.get());
+}
+
 TEST(LiveStreamsTest, AStopAndACancelReachThoseThatTheyAreFor) {
   LiveStreams live(Patient());
   const auto stream = Add(live);

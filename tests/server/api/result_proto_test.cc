@@ -1,6 +1,8 @@
 // What a client is told of a result.
 #include "server/api/result_proto.h"
 
+#include <sys/mman.h>
+
 #include <algorithm>
 #include <vector>
 
@@ -77,6 +79,19 @@ TEST(ResultProtoTest, AnEventIsReadAsItWasWritten) {
                            event.result().logits().end()))
         << count;
   }
+}
+
+TEST(ResultProtoTest, PagesAreGivenBackOnceAllIsSent) {
+  grpc::ByteBuffer bytes = ResultEvent({}, std::vector<float>(1 << 20));
+  std::vector<grpc::Slice> slices;
+  ASSERT_TRUE(bytes.Dump(&slices).ok());
+  ASSERT_EQ(slices.size(), 1u);
+  auto* const at = const_cast<uint8_t*>(slices[0].begin());
+  unsigned char in_memory = 0;
+  EXPECT_EQ(mincore(at, 1, &in_memory), 0);
+  slices.clear();
+  bytes.Clear();
+  EXPECT_EQ(mincore(at, 1, &in_memory), -1) << "nothing is mapped there any more";
 }
 
 }  // namespace

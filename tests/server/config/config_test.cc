@@ -82,6 +82,10 @@ TEST_F(ConfigTest, LocalExampleSaysWhatItSets) {
 
 // What one of the two processes would not read is refused there, wherever it was set.
 TEST_F(ConfigTest, KeysOfTheOtherProcessAreRefused) {
+  const std::vector<std::string> without_file = {"model.path=m", "pool.worker.ranks=4"};
+  EXPECT_TRUE(LoadConfig("", without_file, ConfigReader::kWorker).ok());
+  EXPECT_EQ(LoadConfig("", without_file, ConfigReader::kServe).status().code(),
+            absl::StatusCode::kInvalidArgument);
   std::ofstream(path_) << "model: {path: m}\n";
   const auto refusal = [&](const std::string& assignment, ConfigReader reader) {
     const auto config = LoadConfig(path_, std::vector<std::string>{assignment}, reader);
@@ -186,7 +190,10 @@ TEST_F(ConfigTest, MistakesInTenantsAreRefused) {
   EXPECT_EQ(Refusal("tenants:\n  a: {weight: 0}"), "FILE:2: tenants.a.weight: must be from 0.001 to 1000");
   EXPECT_EQ(Refusal("tenant_limits: {max_requests: 0}").substr(0, 37),
             "FILE:1: tenant_limits.max_requests: 0");
-  EXPECT_EQ(Refusal("tenants: [a]"), "FILE:1: tenants: must be a map of names, \"name: {key: value}\"");
+  for (const char* no_map : {"[a]", "a"}) {
+    EXPECT_EQ(Refusal(absl::StrCat("tenants: ", no_map)),
+              "FILE:1: tenants: must be a map of names, \"name: {key: value}\"");
+  }
   EXPECT_EQ(Refusal("tenants: {a: 3}").substr(0, 19), "FILE:1: tenants.a: ");
   EXPECT_EQ(Refusal("tenants: {a: {}, a: {}}"), "FILE:1: tenants.a: duplicate name; keep one of them");
   EXPECT_NE(Refusal("tenants: {a: {wait: 3}}").find("tenants.a.wait: unknown key"), std::string::npos);
@@ -467,6 +474,11 @@ TEST_F(ConfigTest, ValuesOutOfRangeNameWhereTheyWereSet) {
               "FILE:1: pool.tls: TLS needs all of cert, key and ca");
   }
   EXPECT_EQ(Refusal("pool: {tls: {cert: a, key: b, ca: c}}"), "accepted");
+  for (const char* of_embedded : {"ranks: 2", "device: cpu", "memory_bytes: 1GiB"}) {
+    EXPECT_NE(Refusal(absl::StrCat("pool: {control_listen: \"127.0.0.1:0\", embedded: {", of_embedded, "}}"))
+                  .find("leave out control_listen or pool.embedded"),
+              std::string::npos);
+  }
   EXPECT_NE(Refusal("pool: {tls: {insecure: 1}}").find("neither true nor false"), std::string::npos);
   EXPECT_EQ(Refusal("api: {tls: {cert: a.pem}}"), "FILE:1: api.tls: TLS needs both of cert and key");
   EXPECT_EQ(Refusal("api: {tls: {key: a.key}}"), "FILE:1: api.tls: TLS needs both of cert and key");
@@ -474,8 +486,11 @@ TEST_F(ConfigTest, ValuesOutOfRangeNameWhereTheyWereSet) {
     EXPECT_EQ(Refusal(absl::StrCat("api: {tls: {", no_ca, "client_certificates: true}}")),
               "FILE:1: api.tls.client_certificates: needs cert, key and the clients' authorities in ca");
   }
-  EXPECT_EQ(Refusal("api: {tls: {server_name: worker}}"),
-            "FILE:1: api.tls.server_name: needs the workers' authorities in ca");
+  for (const char* no_ca : {"", "cert: a, key: b, "}) {
+    EXPECT_EQ(Refusal(absl::StrCat("api: {tls: {", no_ca, "server_name: worker}}")),
+              "FILE:1: api.tls.server_name: needs the workers' authorities in ca");
+  }
+  EXPECT_EQ(Refusal("api: {tls: {ca: a, server_name: worker}}"), "accepted");
   EXPECT_EQ(Refusal("api: {tls: {cert: a, key: b, insecure: true}}"),
             "FILE:1: api.tls.insecure: is for plain text; leave it out, or cert and key");
   EXPECT_NE(Refusal("pool: {worker: {ranks: 65}}").find("between 1 and 64"), std::string::npos);
@@ -597,6 +612,10 @@ TEST_F(ConfigTest, AutoLeavesTheChoiceToThePlanner) {
   EXPECT_EQ(options.layout, std::nullopt);
   EXPECT_EQ(options.partial_dtype, std::nullopt);
   EXPECT_EQ(ToEngineOptions(*Load("")).partial_dtype, DType::kF32);
+  EXPECT_EQ(
+      ToEngineOptions(*Load("model: {path: m, dtype: bf16}\nplan: {partial_dtype: auto}")).partial_dtype,
+      std::nullopt)
+      << "of whatever model";
 }
 
 TEST_F(ConfigTest, LinksThatAreLeftOutStayUnset) {

@@ -1,6 +1,7 @@
 // The two ends of the control stream against each other, in plain text and in TLS.
 #include <condition_variable>
 #include <cstddef>
+#include <cstdlib>
 #include <filesystem>
 #include <iterator>
 #include <memory>
@@ -12,6 +13,8 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
+#include "grpcpp/generic/async_generic_service.h"
+#include "grpcpp/grpcpp.h"
 #include "gtest/gtest.h"
 #include "server/pool/control_service.h"
 #include "server/pool/worker/control_client.h"
@@ -213,6 +216,33 @@ TEST_F(ControlStreamTest, AnEndSaysWhy) {
   service_.reset();
   EXPECT_EQ(worker_.Next(), "lost 3");
   EXPECT_EQ(worker_.why().message().find("certificate"), absl::string_view::npos) << worker_.why();
+}
+
+// Workers find their leader without the proxy that a cluster has for what is outside.
+TEST_F(ControlStreamTest, GoesThroughNoProxy) {
+  setenv("grpc_proxy", "http://127.0.0.1:9", /*overwrite=*/1);
+  Start();
+  const auto client = Client();
+  client->Connect(1);
+  client->Send(Hello("x"));
+  EXPECT_EQ(leader_.Next(), "connected 1");
+  EXPECT_EQ(leader_.Next(), "1 says x");
+  unsetenv("grpc_proxy");
+}
+
+// Somebody else's server, which answers in its own way, is not said to be away.
+TEST_F(ControlStreamTest, WhatAnotherServerSaysIsToldAsItIs) {
+  grpc::ServerBuilder builder;
+  int port = 0;
+  builder.AddListeningPort("127.0.0.1:0", grpc::InsecureServerCredentials(), &port);
+  grpc::CallbackGenericService unknown;
+  builder.RegisterCallbackGenericService(&unknown);
+  const auto server = builder.BuildAndStart();
+  const auto client = ControlClient::Make(absl::StrCat("127.0.0.1:", port), {}, worker_);
+  ASSERT_TRUE(client.ok()) << client.status();
+  (*client)->Connect(1);
+  EXPECT_EQ(worker_.Next(), "lost 1");
+  EXPECT_TRUE(absl::IsUnimplemented(worker_.why())) << worker_.why();
 }
 
 TEST_F(ControlStreamTest, ManyConnectionsComeAndGo) {

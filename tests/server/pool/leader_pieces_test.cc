@@ -82,6 +82,7 @@ TEST_F(PiecesLeaderTest, RunsOnePieceAfterTheOtherBehindThoseBefore) {
   const int64_t all_bytes = kTokens * kTokenBytes;
   std::vector<uint64_t> runs;
   int64_t tokens = 0;
+  uint64_t reserve_bytes = 0;
   for (bool last = false; !last;) {
     const v1::Prepare prepare = LastPrepare(1);
     ASSERT_EQ(static_cast<size_t>(prepare.prefix_size()), runs.size());
@@ -89,6 +90,8 @@ TEST_F(PiecesLeaderTest, RunsOnePieceAfterTheOtherBehindThoseBefore) {
     for (int i = 0; i < prepare.prefix_size(); ++i) EXPECT_EQ(prepare.prefix(i).run(), runs[i]);
     EXPECT_EQ(prepare.keep_kv().cache(), prepare.more_pieces());
     EXPECT_EQ(prepare.reserve_bytes(), LastPrepare(2).reserve_bytes());
+    if (reserve_bytes == 0) reserve_bytes = prepare.reserve_bytes();
+    EXPECT_EQ(prepare.reserve_bytes(), reserve_bytes) << "as much as the largest: nobody else takes the rest";
     if (prepare.more_pieces()) {
       EXPECT_EQ(leader_.kv_counts().bytes, all_bytes) << "room for all is held";
     }

@@ -457,6 +457,44 @@ TEST_F(LeasesTest, ALeaseIsOfItsTenantAndFollowsItsRun) {
   EXPECT_EQ(sent_[1].back().kv_ends().lease(), "x");
 }
 
+TEST_F(LeasesTest, WorkersKeepWhatWasRenewedForAsLong) {
+  JoinWithKv(1 << 20);
+  ASSERT_TRUE(Admit("x").ok());
+  PrepareRunOf("x");
+  ASSERT_TRUE(leader_.kv().Renew("x", "t", absl::Hours(5), now_).ok());
+  RankDone(1, 0, kVocab);
+  ASSERT_TRUE(leader_.kv().Keep("x", now_).ok());
+  Do();
+  ASSERT_TRUE(sent_[1].back().has_kv_lasts());
+  EXPECT_EQ(sent_[1].back().kv_lasts().seconds(), 5 * 3600);
+}
+
+// A worker that took part and has none of the tokens takes nothing with it.
+TEST_F(LeasesTest, ALeaseOutlivesAWorkerThatHoldsNothingOfIt) {
+  for (const Leader::Connection worker : {1, 2}) {
+    v1::Join offer = Offer(absl::StrCat("w", worker));
+    offer.set_kv_memory_bytes(1 << 20);
+    ASSERT_EQ(Join(worker, offer), "");
+  }
+  constexpr int64_t kFew = 40;  // less than a stripe
+  const auto choice = PlanForPool(Shape(), EngineOptions(), leader_.capacity(), kFew, {});
+  ASSERT_TRUE(choice.ok()) << choice.status();
+  ASSERT_EQ(choice->plan.layout.ChunkTokens(1), 0);
+  ASSERT_TRUE(
+      leader_.AdmitKv({.lease = "x", .tenant = "t", .tokens = kFew, .lasts = absl::Hours(1)}, choice->plan)
+          .ok());
+  Submit(std::vector<uint32_t>(kFew, 1), {.kv_lease = "x"});
+  Prepare({1, 2});
+  RankDone(1, 0, kVocab);
+  RankDone(2, 1, 0);
+  ASSERT_EQ(answers_.size(), 1u);
+  ASSERT_TRUE(leader_.kv().Keep("x", now_).ok());
+  leader_.OnDisconnected(2, now_);
+  EXPECT_TRUE(leader_.kv().Find("x", "t", now_).ok()) << leader_.kv().Find("x", "t", now_).status();
+  leader_.OnDisconnected(1, now_);
+  EXPECT_TRUE(absl::IsUnavailable(leader_.kv().Find("x", "t", now_).status()));
+}
+
 TEST_F(LeasesTest, LeasesThatLapseAtOnceAllEnd) {
   JoinWithKv(1 << 20);
   for (const auto& [lease, hours] : {std::pair("x", 1), {"y", 1}, {"z", 2}}) {
@@ -495,10 +533,10 @@ TEST_F(LeasesTest, ALeaseKeepsItsRoomWhenItsRunFails) {
   JoinWithKv(bytes);
   ASSERT_TRUE(Admit("x").ok());
   PrepareRunOf("x");
-  v1::WorkerMessage failed = OfRun();
-  failed.mutable_rank_done()->set_run(run_);
-  *failed.mutable_rank_done()->mutable_outcome() = ToOutcome(absl::UnavailableError("a peer is gone"));
-  Say(1, failed);
+  Report(1, 0, 1);
+  EXPECT_EQ(leader_.kv().Find("x", "t", now_)->layers_done, 1);
+  Fail(1, 0, absl::UnavailableError("a peer is gone"));
+  EXPECT_EQ(leader_.kv().Find("x", "t", now_)->layers_done, 0) << "all is computed again";
   EXPECT_EQ(leader_.kv_counts().bytes, bytes);
   EXPECT_TRUE(absl::IsResourceExhausted(Admit("y")));
   Stopped(1);

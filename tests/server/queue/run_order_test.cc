@@ -381,6 +381,18 @@ TEST(RunOrder, TheEarliestUrgentDeadlineGoesFirst) {
   EXPECT_EQ(order.Choose(At(6)), 3u);
 }
 
+// A tenant that has had a little more than another has urgent turns all the same.
+TEST(RunOrder, ALittleLeadLosesNoDeadline) {
+  RunOrder order({.max_age = absl::Hours(1), .most_live = 8});
+  order.Announce(1, {.tenant = "a", .work_seconds = 1}, At(0));
+  order.Announce(2, {.tenant = "b", .work_seconds = 2}, At(0));
+  order.Announce(3, {.tenant = "a", .work_seconds = 4, .deadline = At(6)}, At(0));
+  for (const Ticket ticket : {1, 2, 3}) order.Complete(ticket, At(0));
+  EXPECT_EQ(order.Choose(At(0)), 1u);
+  order.Remove(1, At(1));
+  EXPECT_EQ(order.Choose(At(1)), 3u) << "it cannot wait for a shorter one";
+}
+
 // Nor has what was urgent and turns out to take too long.
 TEST(RunOrder, ADeadlineThatGetsLostGivesNoTurnAnyMore) {
   RunOrder order({.max_age = absl::Hours(1), .most_live = 8});

@@ -1,10 +1,13 @@
 // A worker's ranks on the CPU, over gloo on the loopback device. On GPUs: rank_host_cuda_test.
 #include "server/pool/worker/rank_host.h"
 
+#include <netinet/in.h>
+#include <sys/socket.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
+#include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <memory>
@@ -678,8 +681,17 @@ TEST_F(RankHostTest, APeerThatNeverAnswersEndsTheConnect) {
   second->Prepare(std::move(rest));
   std::vector<std::string> addresses = one.Addresses(run_);
   for (const std::string& address : two.Addresses(run_)) addresses.push_back(address);
+  const CapturedLog log;
   second->Start(run_, addresses, {});
+  sockaddr_in port;  // of its first rank; the address is opaque to everybody else
+  std::memcpy(&port, addresses.at(kRanks).data() + 40, sizeof(port));
+  const int stranger = socket(AF_INET, SOCK_STREAM, 0);
+  EXPECT_EQ(connect(stranger, reinterpret_cast<const sockaddr*>(&port), sizeof(port)), 0);
+  const std::string junk(64, 'x');
+  EXPECT_EQ(send(stranger, junk.data(), junk.size(), MSG_NOSIGNAL), std::ssize(junk));
   EXPECT_FALSE(two.Ended(run_, kRanks).ok());
+  EXPECT_EQ(log.CountOf("refused 1 connections to the data port"), 1) << log.Text();
+  close(stranger);
   for (RankHost* host : {first.get(), second.get()}) host->Stop(run_, "it failed");
   one.Stopped(run_);
   two.Stopped(run_);
@@ -766,6 +778,26 @@ TEST_F(RankHostTest, ARunWaitsForTheRoomThatAReaderLetsGo) {
   *reads = nullptr;
   const auto prepared = listener.Prepared(run_);
   EXPECT_TRUE(prepared.ok()) << prepared.status();
+}
+
+// What a leader gives up right after the run is gone, whatever the host has to do before.
+TEST_F(RankHostTest, KvThatIsGivenUpAtOnceIsNotKept) {
+  HostListener listener;
+  const auto host = Load(listener);
+  ASSERT_NE(host, nullptr);
+  WorkerMachine::RunPart part = Part();
+  part.keep_kv = {.lease = "", .tenant = "t", .lasts = absl::Hours(1), .cache = true};
+  host->Prepare(std::move(part));
+  const uint64_t run = run_;
+  host->Start(run, listener.Addresses(run), {});
+  EXPECT_TRUE(listener.Ended(run, kRanks).ok()) << listener.Ended(run, kRanks);
+  EXPECT_GT(host->kv().counts().bytes, 0);
+  for (int i = 0; i < 5; ++i) host->Prepare(Part());
+  host->Release(run);
+  host->EndKvRun(run);
+  host->Prepare(Part());
+  listener.Addresses(run_);  // behind all of it
+  EXPECT_EQ(host->kv().counts().bytes, 0);
 }
 
 // Seconds of a rank are without those that it stood still.

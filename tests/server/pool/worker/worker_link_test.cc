@@ -118,6 +118,19 @@ TEST_F(WorkerLinkTest, TheLateEndOfAnEarlierStreamIsNoEndOfThisOne) {
   EXPECT_TRUE(stopped_.empty());
 }
 
+// Its silence counts from when it was called.
+TEST_F(WorkerLinkTest, ALeaderThatIsCalledAgainMayTakeItsTime) {
+  Join();
+  machine_.OnDisconnected(connection_, absl::UnavailableError("reset"), now_);
+  Do();
+  Tick(absl::Minutes(1));
+  EXPECT_EQ(connects_, 2);
+  Tick(absl::Seconds(2));
+  EXPECT_EQ(disconnects_, 0);
+  HearWelcome();
+  EXPECT_TRUE(machine_.member());
+}
+
 TEST_F(WorkerLinkTest, EpochsOnlyGrow) {
   Join();
   v1::LeaderMessage late;
