@@ -144,8 +144,15 @@ TEST(MakePlan, SaysTheLeastMemoryThatWouldDo) {
   for (int i = 0; i < 40; ++i) {
     SCOPED_TRACE(testing::Message() << "seed " << seed << ", draw " << i);
     const ModelShape model = Llama(8, 1 << Draw(random, 0, 3), DType::kBf16);
-    PlanRequest request = {.tokens = Draw<int64_t>(random, 1000, 20'000), .ranks = Draw(random, 1, 16)};
+    // Of one shape, with several schedules, or of all.
+    const Tile tile = {.a = Draw(random, 2, 5), .b = Draw(random, 2, 5)};
+    PlanRequest request = {.tokens = Draw<int64_t>(random, 1000, 20'000), .ranks = tile.ranks()};
+    if (Draw(random, 0, 3) > 0) {
+      request.tile = tile;
+      request.heads = 1;
+    }
     request.one_memory = Draw(random, 0, 1) == 1;
+    request.many_rings = Draw(random, 0, 1) == 1;
     request.memory_budget_bytes = 1;
     const std::string refused(MakePlan(model, kSlowLink, request).status().message());
     const size_t at = refused.find("needs at least ");
