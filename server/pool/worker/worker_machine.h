@@ -189,7 +189,7 @@ class WorkerMachine {
   };
 
   void SendProgress();
-  // The leader blames a prompt for an end only once its ranks have computed: at once, if it runs.
+  // At once, if it runs: the leader blames a prompt for its run's end only where its ranks have computed.
   void SendProgressOf(uint64_t number);
   void AddProgress(uint64_t number, const ActiveRun& run, const ProgressOfRuns& progress);
   void OnRefused(const v1::Refused& refused, absl::Time now);
