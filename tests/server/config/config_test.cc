@@ -162,9 +162,9 @@ TEST_F(ConfigTest, WhatIsSetStays) {
 TEST_F(ConfigTest, TenantsHaveSharesAndBounds) {
   const auto config = LoadConfig(
       [&] {
-        std::ofstream(path_)
-            << "tenant_limits: {max_requests: 4, weight: 2}\n"
-               "tenants:\n  batch: {weight: 0.5, max_kv_bytes: 1GiB}\n  \"\": {max_tokens: 9}\n";
+        std::ofstream(path_) << "tenant_limits: {max_requests: 4, weight: 2}\n"
+                                "tenants:\n  batch: {weight: 0.5, max_kv_bytes: 1GiB}\n  \"\": {max_tokens: "
+                                "9, max_kv_bytes: 0}\n";
         return path_;
       }(),
       std::vector<std::string>{"tenants.batch.max_tokens=7", "tenants.new.weight=3"});
@@ -175,6 +175,7 @@ TEST_F(ConfigTest, TenantsHaveSharesAndBounds) {
   EXPECT_EQ(tenants.LimitsOf("batch").max_tokens, 7);
   EXPECT_EQ(tenants.LimitsOf("batch").max_kv_bytes, 1 << 30);
   EXPECT_EQ(tenants.LimitsOf("").max_tokens, 9);
+  EXPECT_EQ(tenants.LimitsOf("").max_kv_bytes, 0) << "no room is a bound, too";
   EXPECT_EQ(tenants.LimitsOf("new").weight, 3);
   EXPECT_EQ(tenants.LimitsOf("unnamed").weight, 2);
   EXPECT_EQ(tenants.LimitsOf("unnamed").max_tokens, std::numeric_limits<int64_t>::max());

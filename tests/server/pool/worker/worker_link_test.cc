@@ -186,6 +186,15 @@ TEST_F(WorkerLinkTest, SaysWhetherItsRanksComputedBeforeItSaysThatARunEnds) {
   EXPECT_EQ(sent_.size(), 1u) << "what has gone well has computed";
 }
 
+TEST_F(WorkerLinkTest, SaysThatItLivesWhileItPrepares) {
+  Join();
+  HearPrepare(5);
+  sent_.clear();
+  Tick(absl::Milliseconds(200));
+  ASSERT_EQ(sent_.size(), 1u);
+  EXPECT_TRUE(sent_[0].has_progress());
+}
+
 TEST_F(WorkerLinkTest, HearsWhatBecomesOfItsKv) {
   Join();
   Hear([](v1::LeaderMessage& message) {
