@@ -184,17 +184,21 @@ TEST(TimelineRecorder, WithoutRoomForSpansTimesAddUp) {
   EXPECT_EQ(timeline.dropped_spans, 0);
 }
 
+ModelShape ModelOf(int layers) {
+  return {.layers = layers,
+          .hidden = 512,
+          .intermediate = 1024,
+          .q_heads = 8,
+          .kv_heads = 2,
+          .head_dim = 64,
+          .vocab = 1000};
+}
+
 // The layers of a prediction add up to it.
 TEST(PredictLayer, AddsUpToThePrediction) {
   std::mt19937_64 random(TestSeed());
   for (int draw = 0; draw < 100; ++draw) {
-    ModelShape model{.layers = Draw(random, 1, 5),
-                     .hidden = 512,
-                     .intermediate = 1024,
-                     .q_heads = 8,
-                     .kv_heads = 2,
-                     .head_dim = 64,
-                     .vocab = 1000};
+    ModelShape model = ModelOf(Draw(random, 1, 5));
     if (Draw(random, 0, 1) == 1) {  // all layers are alike: with a window
       SetWindow(model, 500, model.layers);
     }
@@ -242,13 +246,7 @@ TEST(PredictLayer, AddsUpToThePrediction) {
 }
 
 TEST(PredictLayer, IsOfALayerThatSeesAllKeys) {
-  ModelShape model{.layers = 4,
-                   .hidden = 512,
-                   .intermediate = 1024,
-                   .q_heads = 8,
-                   .kv_heads = 2,
-                   .head_dim = 64,
-                   .vocab = 1000};
+  ModelShape model = ModelOf(4);
   const auto choice = MakePlan(model, {}, {.tokens = 20'000, .ranks = 4, .tile = Tile{2, 2}});
   ASSERT_TRUE(choice.ok()) << choice.status();
   const double seconds = PredictLayer(model, {}, choice->plan).end_seconds();

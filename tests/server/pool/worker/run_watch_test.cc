@@ -7,7 +7,7 @@
 namespace meshfill {
 namespace {
 
-// Ranks of two runs that never move, looked at for ten minutes.
+// A rank that never moves, looked at for ten minutes.
 class RunWatchTest : public testing::Test {
  protected:
   std::string LookForLong(bool computing, uint64_t run = 5) {
