@@ -5,7 +5,6 @@ One differs: instead of start_prefill there is prefill_events, whose events are 
 
 import asyncio
 import logging
-import time
 from typing import AsyncIterator, Callable, Dict, Iterable, Optional, Tuple, Union
 
 import grpc
@@ -14,6 +13,7 @@ import grpc.aio
 from . import holders
 from .channel import UNARY_TIMEOUT_SECONDS, Connection
 from .cursor import FetchCursor
+from .deadlines import deadline_in, seconds_left
 from .errors import CancelledError, DeadlineExceededError, InternalError, MeshfillError, NotFoundError, from_rpc_error
 from .kv import KvArrays, KvPart, KvShape, make_range
 from .leases import LeaseBook, lease_name, shape_of
@@ -224,7 +224,7 @@ class Client:
         """As meshfill.Client.fetch_kv; an asynchronous iterator. Closing it ends the call."""
         fetched = make_range(shape_of(lease, shape, self._book), **what)
         cursor = FetchCursor(lease_name(lease), fetched, attempts=attempts)
-        return self._fetch(self.address, cursor, self._timeout if timeout is None else timeout)
+        return self._fetch(self.address, cursor, deadline_in(self._timeout if timeout is None else timeout))
 
     async def fetch_kv_arrays(
         self,
@@ -239,23 +239,19 @@ class Client:
         """As meshfill.Client.fetch_kv_arrays."""
         fetched = make_range(shape_of(lease, shape, self._book), **what)
         arrays = KvArrays.empty(fetched)
-        timeout = self._timeout if timeout is None else timeout
+        deadline = deadline_in(self._timeout if timeout is None else timeout)
         manifest = lease.manifest if isinstance(lease, Lease) else lease
         shares = holders.holder_shares(manifest, fetched) if from_holders and isinstance(manifest, KvManifest) else []
         name = lease_name(lease)
         if not shares:
-            async for part in self._fetch(self.address, FetchCursor(name, fetched, attempts=attempts), timeout):
+            async for part in self._fetch(self.address, FetchCursor(name, fetched, attempts=attempts), deadline):
                 arrays.store(part)
             return arrays
-        deadline = None if timeout is None else time.monotonic() + timeout
-
-        def left() -> Optional[float]:
-            return None if deadline is None else max(0.0, deadline - time.monotonic())
 
         async def fetch_share(share: holders.HolderShare) -> None:
             cursor = FetchCursor(name, share.range, attempts=2, runs=list(share.runs))
             try:
-                async for part in self._fetch(share.address, cursor, left()):
+                async for part in self._fetch(share.address, cursor, deadline):
                     arrays.store(part, share.range.first_head)
                 return
             except DeadlineExceededError:
@@ -267,7 +263,7 @@ class Client:
             if cursor.done:
                 return
             rest = cursor.rest()
-            async for part in self._fetch(self.address, FetchCursor(name, rest, attempts=attempts), left()):
+            async for part in self._fetch(self.address, FetchCursor(name, rest, attempts=attempts), deadline):
                 arrays.store(part, rest.first_head)
 
         tasks = [asyncio.ensure_future(fetch_share(share)) for share in shares]
@@ -278,11 +274,10 @@ class Client:
                 task.cancel()
         return arrays
 
-    async def _fetch(self, address: str, cursor: FetchCursor, timeout: Optional[float]) -> AsyncIterator[KvPart]:
+    async def _fetch(self, address: str, cursor: FetchCursor, deadline: Optional[float]) -> AsyncIterator[KvPart]:
         metadata = self._connection.call_metadata(self._book.tenant_of(cursor.lease))
-        deadline = None if timeout is None else time.monotonic() + timeout
         while not cursor.done:
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            left = seconds_left(deadline)
             call = self._stub_of(address).FetchKv(cursor.next_request(), timeout=left, metadata=metadata)
             try:
                 async for message in call:
@@ -295,8 +290,8 @@ class Client:
                 failure = error
             finally:
                 call.cancel()
-            delay = cursor.retry_delay(failure)
-            if deadline is not None and time.monotonic() + delay >= deadline:
+            delay, left = cursor.retry_delay(failure), seconds_left(deadline)
+            if left is not None and left <= delay:
                 raise failure
             await asyncio.sleep(delay)
 

@@ -10,8 +10,9 @@ import grpc
 from . import holders
 from .channel import UNARY_TIMEOUT_SECONDS, Connection
 from .cursor import FetchCursor
+from .deadlines import deadline_in
 from .errors import CancelledError, DeadlineExceededError, InternalError, MeshfillError, NotFoundError, from_rpc_error
-from .fetch import FetchCalls, Fetches, KvFetch, deadline_in, seconds_left
+from .fetch import FetchCalls, Fetches, KvFetch
 from .kv import KvArrays, KvShape, make_range
 from .leases import LeaseBook, lease_name, shape_of
 from .messages import Prompt, event_value, plan_options, prefill_header, prefill_requests, token_array
@@ -264,7 +265,7 @@ class Client:
             page_tokens=page_tokens,
         )
         cursor = FetchCursor(lease_name(lease), fetched, attempts=attempts)
-        return self._fetch(self.address, cursor, self._timeout if timeout is None else timeout)
+        return self._fetch(self.address, cursor, deadline_in(self._timeout if timeout is None else timeout))
 
     def fetch_kv_arrays(
         self,
@@ -288,7 +289,7 @@ class Client:
         shares = holders.holder_shares(manifest, fetched) if from_holders and isinstance(manifest, KvManifest) else []
         name = lease_name(lease)
         if not shares:
-            fetch = self._fetch(self.address, FetchCursor(name, fetched, attempts=attempts), seconds_left(deadline))
+            fetch = self._fetch(self.address, FetchCursor(name, fetched, attempts=attempts), deadline)
             try:
                 for part in fetch:
                     arrays.store(part)
@@ -301,7 +302,7 @@ class Client:
         def fetch_share(share: holders.HolderShare) -> None:
             cursor = FetchCursor(name, share.range, attempts=2, runs=list(share.runs))
             try:
-                for part in fetches.begin(self._fetch(share.address, cursor, seconds_left(deadline))):
+                for part in fetches.begin(self._fetch(share.address, cursor, deadline)):
                     arrays.store(part, share.range.first_head)
                 return
             except DeadlineExceededError:
@@ -314,7 +315,7 @@ class Client:
                 return
             rest = cursor.rest()
             last = FetchCursor(name, rest, attempts=attempts)
-            for part in fetches.begin(self._fetch(self.address, last, seconds_left(deadline))):
+            for part in fetches.begin(self._fetch(self.address, last, deadline)):
                 arrays.store(part, rest.first_head)
 
         threads = ThreadPoolExecutor(min(len(shares), _HOLDER_CALLS))
@@ -328,9 +329,9 @@ class Client:
             threads.shutdown(cancel_futures=True)
         return arrays
 
-    def _fetch(self, address: str, cursor: FetchCursor, timeout: Optional[float]) -> KvFetch:
+    def _fetch(self, address: str, cursor: FetchCursor, deadline: Optional[float]) -> KvFetch:
         metadata = self._connection.call_metadata(self._book.tenant_of(cursor.lease))
-        return KvFetch(FetchCalls(self._stub_of(address), address, cursor, timeout, metadata, self._closed))
+        return KvFetch(FetchCalls(self._stub_of(address), address, cursor, deadline, metadata, self._closed))
 
 
 class PrefillCall:

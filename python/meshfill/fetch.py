@@ -1,12 +1,12 @@
 """A fetch of K and V by the blocking client: calls one after the other, until all parts are there."""
 
 import threading
-import time
 from typing import Iterator, List, Optional
 
 import grpc
 
 from .cursor import FetchCursor
+from .deadlines import seconds_left
 from .errors import CancelledError, MeshfillError, from_rpc_error
 from .kv import KvPart
 
@@ -36,13 +36,13 @@ class FetchCalls:
     """The calls of a fetch, one after the other. They do not refer to the KvFetch: nothing but its reader keeps it."""
 
     def __init__(
-        self, stub, address: str, cursor: FetchCursor, timeout: Optional[float], metadata, closed: threading.Event
+        self, stub, address: str, cursor: FetchCursor, deadline: Optional[float], metadata, closed: threading.Event
     ):
         """closed: of the client, whose end cancels all calls."""
         self._stub = stub
         self._address = address
         self._cursor = cursor
-        self._deadline = deadline_in(timeout)
+        self._deadline = deadline
         self._metadata = metadata
         self._cancelled = threading.Event()
         self._closed = closed
@@ -116,11 +116,3 @@ class Fetches:
             begun = list(self._begun)
         for fetch in begun:
             fetch.cancel()
-
-
-def deadline_in(timeout: Optional[float]) -> Optional[float]:
-    return None if timeout is None else time.monotonic() + timeout
-
-
-def seconds_left(deadline: Optional[float]) -> Optional[float]:
-    return None if deadline is None else max(0.0, deadline - time.monotonic())
