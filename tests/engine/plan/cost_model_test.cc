@@ -61,6 +61,17 @@ TEST(PredictTime, CountsTheSliceThatIsNotWhole) {
   EXPECT_DOUBLE_EQ(seconds(2049), 4 * 3e-3);
 }
 
+// However many tokens the backend computes at once elsewhere.
+TEST(PredictTime, EachSliceOfAnExchangeStartsProducts) {
+  PoolSpeed speed = Instant();
+  speed.slice_tokens = 1024;
+  speed.slice_seconds = 1e-3;
+  PlanShape shape = Shape(LayoutKind::kStriped, 4096, {1, 1}, 4);
+  EXPECT_DOUBLE_EQ(TimeOf(Model(), speed, shape).parts.products, 4 * 1e-3);
+  shape.exchange_tokens = 256;
+  EXPECT_DOUBLE_EQ(TimeOf(Model(), speed, shape).parts.products, 4 * 4e-3);
+}
+
 TEST(PredictTime, CountsWhatEachPartOfAPrefillCosts) {
   const ModelShape model = Model();
   const PlanShape three = Shape(LayoutKind::kContiguous, 1000, {1, 3});  // chunks of 334, 334 and 332
@@ -108,6 +119,19 @@ TEST(PredictTime, WaitsAndWhatIsHiddenAreAllTransfers) {
   ASSERT_GT(predicted.parts.hidden, 0);
   EXPECT_DOUBLE_EQ(predicted.parts.hidden + predicted.comm_wait_seconds, predicted.parts.transfers);
   EXPECT_DOUBLE_EQ(predicted.seconds, predicted.parts.attention + predicted.comm_wait_seconds);
+}
+
+// Once links are found to be slower, all transfers take longer, hidden or not.
+TEST(PredictTime, SlicesHideAPartOfTheSameTransfers) {
+  PoolSpeed speed = Instant();
+  speed.gemm_flops_per_second = 1e12;
+  speed.link_bytes_per_second = 1e9;
+  PlanShape shape = Shape(LayoutKind::kStriped, 4096, {1, 1}, 4, 64, speed);
+  const Prediction at_once = TimeOf(Model(), speed, shape);
+  shape.exchange_tokens = 256;
+  const Prediction in_slices = TimeOf(Model(), speed, shape);
+  EXPECT_LT(in_slices.comm_wait_seconds, 0.9 * at_once.comm_wait_seconds);
+  EXPECT_NEAR(in_slices.parts.transfers, at_once.parts.transfers, 1e-9);
 }
 
 // Where nothing can be hidden, or all is, the bound is what a shape takes.
@@ -238,6 +262,17 @@ TEST(AttentionSecondsOf, TheFirstAndTheLastLayerHideLess) {
         1e-9);
     EXPECT_NEAR(seconds.to_heads + seconds.to_tokens, 4 * (0.25 + 0.75), 1e-9);
   }
+}
+
+// Three layers of four send 99 keys of a chunk of 1,000, the other one all of them.
+TEST(RingSecondsOf, TheLongestMessageOfAnyLayerIsPlannedFor) {
+  ModelShape model = Model();
+  SetWindow(model, 100, 3);
+  PoolSpeed speed = Instant();
+  speed.link_bytes_per_second = static_cast<double>(model.kv_bytes(1));  // a token's K and V a second
+  const PlanShape shape = Shape(LayoutKind::kContiguous, 4000, {1, 4}, 1, 64, speed);
+  EXPECT_DOUBLE_EQ(AttentionSecondsOf(model, speed, shape, 100).transfer[Traffic::kKv].total, 99);
+  EXPECT_DOUBLE_EQ(RingSecondsOf(model, speed, shape).kv.total, 1000);
 }
 
 // A slice of an exchange is a multiple of those that are computed, or one of them.

@@ -248,24 +248,28 @@ TEST(LayerPairs, OfContiguousChunksAreCountedExactly) {
   EXPECT_GT(alike, 0);
 }
 
-// Where stripes fill their rounds, also few of them: queries of the first round see no chunk behind theirs.
+// Where stripes fill their rounds, also few of them: queries of the first round see no chunk behind theirs
+// but those of a prefix.
 TEST(LayerPairs, OfWholeRoundsAreCountedExactly) {
   for (const Tile tile : {Tile{1, 4}, Tile{2, 2}, Tile{4, 1}, Tile{2, 3}}) {
     for (const int64_t rounds : {1, 2, 3}) {
-      const int64_t stripe = 5, window = 7;
-      const Case c = {.shape = {.layout = *TokenLayout::Make(LayoutKind::kStriped, tile.ranks(),
-                                                             rounds * tile.ranks() * stripe, stripe),
-                                .tile = tile},
-                      .window = window};
-      SCOPED_TRACE(c.DebugString());
-      const LayerReach reach(c.shape, c.window);
-      const LayerPairs pairs(reach, 0, c.window);
-      ASSERT_FALSE(pairs.alike());
-      double mean = 0;
-      for (int u = 0; u < tile.a; ++u) {
-        for (int v = 0; v < tile.b; ++v) mean += pairs.Of(u, v).mean;
+      for (const int64_t cached_rounds : {0, 2}) {
+        const int64_t stripe = 5, window = 7, round = tile.ranks() * stripe;
+        const Case c = {.shape = {.layout = *TokenLayout::Make(LayoutKind::kStriped, tile.ranks(),
+                                                               rounds * round, stripe),
+                                  .tile = tile,
+                                  .cached_tokens = cached_rounds * round},
+                        .window = window};
+        SCOPED_TRACE(testing::Message() << c.DebugString() << ", " << cached_rounds << " rounds before");
+        const LayerReach reach(c.shape, c.window);
+        const LayerPairs pairs(reach, c.shape.cached_tokens, c.window);
+        ASSERT_FALSE(pairs.alike());
+        double mean = 0;
+        for (int u = 0; u < tile.a; ++u) {
+          for (int v = 0; v < tile.b; ++v) mean += pairs.Of(u, v).mean;
+        }
+        EXPECT_NEAR(mean * tile.ranks(), Count(c, reach.mesh()).total, 1e-6);
       }
-      EXPECT_NEAR(mean * tile.ranks(), Count(c, reach.mesh()).total, 1e-6);
     }
   }
 }

@@ -1,9 +1,11 @@
 // Layouts and the dtype that partial outputs travel in, where both are left to the planner.
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <optional>
 #include <random>
 #include <set>
+#include <vector>
 
 #include "gtest/gtest.h"
 #include "tests/engine/layer_kinds.h"
@@ -127,6 +129,24 @@ TEST(MakePlan, ContiguousChunksAreTakenForAHundredthAtLeast) {
   }
   EXPECT_GT(ties, 0);
   EXPECT_GT(taken, 0);
+}
+
+// Long stripes are uneven. Where each rank attends to all tokens, for some heads, zigzag gains less than a
+// hundredth; every other shape takes it.
+TEST(MakePlan, APlanThatWinsATieStandsBeforeTheFasterOnesInTheirOrder) {
+  PoolSpeed speed = kSlowLink;
+  speed.gemm_flops_per_second = speed.link_bytes_per_second = 1e15;
+  speed.attention_flops_per_second = 7e13;
+  const auto choice = MakePlan(Llama(8, 8, DType::kBf16), speed,
+                               {.tokens = 17500, .ranks = 4, .layout = std::nullopt, .stripe = 1024});
+  ASSERT_TRUE(choice.ok()) << choice.status();
+  EXPECT_EQ(choice->plan.layout.kind(), LayoutKind::kStriped);
+  std::vector<double> others;
+  for (const PlanCandidate& candidate : choice->candidates) others.push_back(candidate.predicted.seconds);
+  others.erase(others.begin());
+  ASSERT_GT(others.size(), 2u);
+  EXPECT_LT(others[1], choice->plan.predicted.seconds);
+  EXPECT_TRUE(std::is_sorted(others.begin(), others.end())) << testing::PrintToString(others);
 }
 
 constexpr PoolSpeed kH100 = {.gemm_flops_per_second = 600e12,

@@ -137,6 +137,23 @@ TEST(PeakBytes, KeysOfAPrefixAreThereThreeTimesWhereSlicesAreExchanged) {
   EXPECT_EQ(peak(2 * prefix) - peak(prefix), 3 * model.kv_bytes(prefix));
 }
 
+// In one memory, where a window spares messages: once with the ranks that compute, and once in front of one
+// that lags.
+TEST(PeakBytes, KeysOfAPrefixAreThereTwiceWhereRanksMayBeLayersAhead) {
+  ModelShape model = Llama(8, 8, DType::kF32);
+  SetWindow(model, 100, 1);
+  const int64_t tokens = 8192;
+  const Tile tile = {.a = 1, .b = 4};
+  const auto peak = [&](int64_t cached) {
+    const PlanShape shape = {.layout = *TokenLayout::Make(LayoutKind::kStriped, tile.ranks(), tokens, 64),
+                             .tile = tile,
+                             .cached_tokens = cached};
+    return PeakBytes(model, 512, shape, GreedySchedule(tile, {}));
+  };
+  const int64_t prefix = 16 * tokens;
+  EXPECT_EQ(peak(2 * prefix) - peak(prefix), 2 * model.kv_bytes(prefix));
+}
+
 // Not what the fastest of those that do not fit would take.
 TEST(MakePlan, SaysTheLeastMemoryThatWouldDo) {
   const uint64_t seed = TestSeed();

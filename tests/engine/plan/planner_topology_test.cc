@@ -48,6 +48,22 @@ TEST(MakePlan, ABoxGainsByLinksInsideANodeAlone) {
   EXPECT_EQ(plan->plan.placement.name, "box 1x4x1");
 }
 
+// One after the other, messages would take longer inside nodes than both at once with ranks in order.
+TEST(MakePlan, ABoxGainsByMessagesAlongBothRings) {
+  Topology topology = SlowNodes(2, 2);
+  topology.same_node.bytes_per_second = 1.25e9;  // a flow through the port: 1e9
+  const auto choice = MakePlan(Llama(8, 8, DType::kBf16), kSlowLink,
+                               {.tokens = 65536,
+                                .cached_tokens = 65536,
+                                .ranks = 4,
+                                .tile = Tile{2, 2},
+                                .one_memory = false,
+                                .topology = topology,
+                                .many_rings = true});
+  ASSERT_TRUE(choice.ok()) << choice.status();
+  EXPECT_EQ(choice->plan.placement.name, "box 1x2x1") << choice->plan.DebugString();
+}
+
 TEST(MakePlan, APlacedPlanIsAPermutationAndNoSlowerThanRanksInOrder) {
   const uint64_t seed = TestSeed();
   std::mt19937_64 random(seed);
