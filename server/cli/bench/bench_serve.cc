@@ -27,6 +27,7 @@ namespace {
 constexpr int kWarmUps = 20;
 constexpr int kMostAtOnce = 120;  // below a connection's streams (limits.max_streams)
 constexpr double kOverloadCounted = 0.9;
+constexpr size_t kAskedAgain = 20;  // answers under load that are compared with lone ones
 
 // What is promised of a server (docs/operating.md).
 constexpr double kMixLoad = 0.8, kOverload = 10;
@@ -67,6 +68,14 @@ struct LengthFigures {
 nlohmann::ordered_json ErrorJson(const std::vector<PredictedTime>& times) {
   const PredictionFigures figures = FiguresOf(times);
   return {{"median", figures.median_error}, {"p95", figures.p95_error}, {"bias", figures.bias}};
+}
+
+// Other plans round otherwise: the best token of each may be another's second best.
+bool SameAnswer(const std::vector<uint32_t>& one, const std::vector<uint32_t>& other) {
+  const auto has_best = [](const std::vector<uint32_t>& top, const std::vector<uint32_t>& of) {
+    return !of.empty() && std::find(top.begin(), top.end(), of.front()) != top.end();
+  };
+  return has_best(one, other) && has_best(other, one);
 }
 
 double EndOf(const std::vector<LoadOutcome>& outcomes) {
@@ -158,6 +167,23 @@ class BenchServeCommand : public Command {
     return seconds;
   }
 
+  // Sends some of the prompts that were answered again, each alone, evenly drawn: how many of these have
+  // another answer. `seed` is the load's.
+  absl::StatusOr<int> AnswersThatDiffer(const std::vector<LoadPrompt>& prompts,
+                                        const std::vector<LoadOutcome>& outcomes, uint64_t seed) {
+    int differ = 0;
+    const size_t step = prompts.size() / kAskedAgain + 1;
+    for (size_t i = 0; i < prompts.size(); i += step) {
+      if (!outcomes[i].status.ok()) continue;
+      LoadPrompt again = prompts[i];
+      again.due_seconds = 0;
+      const LoadOutcome alone = SendLoad(*channel_, {&again, 1}, {.vocab = vocab_, .seed = seed + i}).front();
+      RETURN_IF_ERROR(alone.status);
+      if (!SameAnswer(outcomes[i].top, alone.top)) ++differ;
+    }
+    return differ;
+  }
+
   // Counts what failed and what was refused.
   void Count(const std::vector<LoadOutcome>& outcomes) {
     requests_ = outcomes.size();
@@ -203,6 +229,7 @@ class BenchServeCommand : public Command {
     if (prompts.empty()) return absl::InvalidArgumentError("no prompt comes in that time; raise --seconds");
     const std::vector<LoadOutcome> outcomes = Send(prompts, kMostAtOnce);
     Count(outcomes);
+    const uint64_t seed = seed_;
     RETURN_IF_ERROR(measure_lone());  // what else the machine does may have changed
 
     for (const LoadClass& each : classes) lengths_.push_back({.of = each});
@@ -232,6 +259,8 @@ class BenchServeCommand : public Command {
     check_slowdown(lengths_.front(), kMostShortSlowdown);
     check_slowdown(lengths_.back(), kMostLongSlowdown);
     if (predictions.empty()) return absl::OkStatus();
+    ASSIGN_OR_RETURN(const int differ, AnswersThatDiffer(prompts, outcomes, seed));
+    AtMost("answers_that_differ", differ, 0);
     const PredictionFigures figures = FiguresOf(predictions);
     AtMost("prediction_median_error", figures.median_error, kMostMedianError);
     AtMost("prediction_p95_error", figures.p95_error, kMostP95Error);

@@ -19,6 +19,7 @@ namespace meshfill {
 namespace {
 
 constexpr absl::Duration kLongestCall = absl::Hours(2);
+constexpr uint32_t kTop = 4;
 
 class AcceptedEvent final : public PrefillEvents {
  public:
@@ -104,6 +105,7 @@ class LoadRun {
     for (uint32_t& token : tokens) token = static_cast<uint32_t>(random() % options_.vocab);
     v1::PrefillHeader header;
     header.set_tenant(prompts_[prompt].tenant);
+    header.set_top_k(kTop);
     AcceptedEvent accepted;
     PrefillClient client;
     const absl::Time sent_at = MonotonicNow();
@@ -122,6 +124,7 @@ class LoadRun {
     if (!result.ok()) return std::nullopt;
     outcome.wait_seconds = result->seconds().queue();
     outcome.prefill_seconds = result->seconds().prefill();
+    for (const v1::TokenLogit& best : result->top()) outcome.top.push_back(best.token());
     return std::nullopt;
   }
 

@@ -22,13 +22,14 @@ struct LoadOutcome {
   // all has the answer's way, too.
   double predicted_wait_seconds = 0, predicted_prefill_seconds = 0;
   double wait_seconds = 0, prefill_seconds = 0;
+  std::vector<uint32_t> top;            // the answer's best tokens, best first
   std::vector<double> refusal_seconds;  // each try that was told to come again: until it was told
 };
 
 struct LoadOptions {
   uint32_t vocab = 1;
   int most_at_once = 96;  // calls at a time; what is due waits
-  uint64_t seed = 1;
+  uint64_t seed = 1;      // the tokens of the prompt at place i are those of seed + i, at place 0
 };
 
 // Sends them all, and waits for their ends; blocks. By prompt.

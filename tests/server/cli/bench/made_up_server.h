@@ -19,7 +19,7 @@
 
 namespace meshfill {
 
-// Answers every prompt at once, with figures that stay the same.
+// Answers every prompt at once, with figures that stay the same, and with its first token.
 class MadeUpServer final : public v1::PrefillService::Service {
  public:
   MadeUpServer() {
@@ -40,6 +40,7 @@ class MadeUpServer final : public v1::PrefillService::Service {
   std::function<bool(const std::string& tenant, int tries)> fails = [](const std::string&, int) {
     return false;
   };
+  std::function<uint32_t(int tries)> answers_wrong_by = [](int) { return 0; };
   int most_at_once() {
     const MutexLock lock(mu_);
     return most_at_once_;
@@ -66,6 +67,7 @@ class MadeUpServer final : public v1::PrefillService::Service {
       if (request.has_header()) prompt.first = request.header().tenant();
       prompt.second.insert(prompt.second.end(), request.tokens().ids().begin(), request.tokens().ids().end());
     }
+    uint32_t top = 0;
     {
       const MutexLock lock(mu_);
       prompts_.push_back(std::move(prompt));
@@ -80,6 +82,7 @@ class MadeUpServer final : public v1::PrefillService::Service {
         --at_once_;
         return {grpc::StatusCode::INTERNAL, "broken"};
       }
+      top = prompts_.back().second.front() + answers_wrong_by(tries);
     }
     v1::PrefillEvent event;
     event.mutable_accepted()->set_predicted_seconds(0.5);
@@ -87,6 +90,7 @@ class MadeUpServer final : public v1::PrefillService::Service {
     stream->Write(event);
     event.mutable_result()->mutable_seconds()->set_queue(0.125);
     event.mutable_result()->mutable_seconds()->set_prefill(2);
+    event.mutable_result()->add_top()->set_token(top);
     stream->Write(event);
     const MutexLock lock(mu_);
     --at_once_;
