@@ -16,9 +16,9 @@ namespace meshfill {
 
 class RunWatch {
  public:
-  void Begin(uint64_t run, double layer_seconds) { runs_[run] = {.layer_seconds = layer_seconds}; }
-  void SetPaused(uint64_t run, bool paused);  // another run has its turn
-  void Stop(uint64_t run);
+  // Follows what the machine wants done (worker_machine.h), on ranks with `layers` layers; what is of no
+  // run's course changes nothing.
+  void Hear(const WorkerMachine::Action& action, int layers);
   void End(uint64_t run) { runs_.erase(run); }
 
   // What stands still for too long, as StandstillWatch says; empty: nothing. Runs that have not begun here

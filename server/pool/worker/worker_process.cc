@@ -188,36 +188,22 @@ class WorkerProcess::Impl final : private ControlClient::Listener, private RankH
 
   void DoActions() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
     for (WorkerMachine::Action& action : machine_->TakeActions()) {
+      watch_.Hear(action, host_->layers());
       std::visit([this](auto& each) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) { Do(each); }, action);
     }
   }
   void Do(WorkerMachine::Connect& connect) { client_->Connect(connect.connection); }
   void Do(WorkerMachine::Disconnect& disconnect) { client_->Disconnect(disconnect.connection); }
   void Do(WorkerMachine::Send& send) { client_->Send(std::move(send.message)); }
-  void Do(WorkerMachine::PrepareRun& prepare) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
-    watch_.Begin(prepare.part.number, prepare.part.plan.predicted.seconds / host_->layers());
-    host_->Prepare(std::move(prepare.part));
-  }
+  void Do(WorkerMachine::PrepareRun& prepare) { host_->Prepare(std::move(prepare.part)); }
   void Do(WorkerMachine::StartRun& start) {
     host_->Start(start.run, std::move(start.addresses), std::move(start.probes));
   }
-  void Do(WorkerMachine::PauseRun& pause) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
-    watch_.SetPaused(pause.run, true);
-    host_->Pause(pause.run, pause.number);
-  }
+  void Do(WorkerMachine::PauseRun& pause) { host_->Pause(pause.run, pause.number); }
   void Do(WorkerMachine::PauseRunAt& pause) { host_->PauseAt(pause.run, pause.number, pause.messages); }
-  void Do(WorkerMachine::ResumeRun& resume) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
-    watch_.SetPaused(resume.run, false);
-    host_->Resume(resume.run);
-  }
-  void Do(WorkerMachine::StopRun& stop) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
-    watch_.Stop(stop.run);
-    host_->Stop(stop.run, stop.reason);
-  }
-  void Do(WorkerMachine::ReleaseRun& release) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
-    watch_.End(release.run);
-    host_->Release(release.run);
-  }
+  void Do(WorkerMachine::ResumeRun& resume) { host_->Resume(resume.run); }
+  void Do(WorkerMachine::StopRun& stop) { host_->Stop(stop.run, stop.reason); }
+  void Do(WorkerMachine::ReleaseRun& release) { host_->Release(release.run); }
   void Do(WorkerMachine::KvLasts& kv) { host_->kv().Lasts(kv.lease, kv.lasts); }
   void Do(WorkerMachine::KvEnds& kv) { host_->EndKv(kv.lease); }
   void Do(WorkerMachine::KvRunEnds& kv) { host_->EndKvRun(kv.run); }

@@ -2,7 +2,9 @@
 
 #include <gtest/gtest.h>
 
+#include <cstdint>
 #include <string>
+#include <utility>
 
 namespace meshfill {
 namespace {
@@ -21,50 +23,62 @@ class RunWatchTest : public testing::Test {
     return trouble;
   }
 
+  void Begin(uint64_t run, double seconds, int layers) {
+    Plan plan{{.layout = TokenLayout::Make(LayoutKind::kStriped, 1, 1, 1).value()}};
+    plan.predicted.seconds = seconds;
+    watch_.Hear(WorkerMachine::PrepareRun{.part = {.number = run, .plan = std::move(plan)}}, layers);
+  }
+  void Hear(const WorkerMachine::Action& action) { watch_.Hear(action, /*layers=*/1); }
+
   RunWatch watch_;
   absl::Time now_ = absl::UnixEpoch();
 };
 
 TEST_F(RunWatchTest, WhoComputesHasToMove) {
-  watch_.Begin(5, 0.1);
+  Begin(5, 0.1, 1);
   const absl::Time begin = now_;
   EXPECT_NE(LookForLong(/*computing=*/true), "");
   EXPECT_LT(now_ - begin, absl::Minutes(3));
 }
 
 TEST_F(RunWatchTest, WhoWaitsForAPeerNeedNot) {
-  watch_.Begin(5, 0.1);
+  Begin(5, 0.1, 1);
   EXPECT_EQ(LookForLong(/*computing=*/false), "");
 }
 
 TEST_F(RunWatchTest, NorDoesWhoIsPausedUntilItsTurnComes) {
-  watch_.Begin(5, 0.1);
-  watch_.SetPaused(5, true);
+  Begin(5, 0.1, 1);
+  Hear(WorkerMachine::PauseRun{.run = 5});
   EXPECT_EQ(LookForLong(/*computing=*/true), "");
-  watch_.SetPaused(5, false);
+  Hear(WorkerMachine::ResumeRun{.run = 5});
   EXPECT_NE(LookForLong(/*computing=*/true), "");
 }
 
 TEST_F(RunWatchTest, WhoStopsHasToMoveInAnyCase) {
-  watch_.Begin(5, 0.1);
-  watch_.SetPaused(5, true);
-  watch_.Stop(5);
+  Begin(5, 0.1, 1);
+  Hear(WorkerMachine::PauseRun{.run = 5});
+  Hear(WorkerMachine::StopRun{.run = 5});
   EXPECT_NE(LookForLong(/*computing=*/false), "");
 }
 
 TEST_F(RunWatchTest, ALayerMayTakeAsLongAsIsPredicted) {
-  watch_.Begin(5, 3600);
+  Begin(5, 7200, 2);
   EXPECT_EQ(LookForLong(/*computing=*/true), "");
+  Begin(5, 7200, 72000);
+  EXPECT_NE(LookForLong(/*computing=*/true), "") << "a layer is not the whole run";
 }
 
 TEST_F(RunWatchTest, LooksAtNothingBeforeTheBeginAndAfterTheEnd) {
-  watch_.SetPaused(5, false);
-  watch_.Stop(5);
+  Hear(WorkerMachine::ResumeRun{.run = 5});
+  Hear(WorkerMachine::StopRun{.run = 5});
   EXPECT_EQ(LookForLong(/*computing=*/true), "");
-  watch_.Begin(5, 0.1);
+  Begin(5, 0.1, 1);
   watch_.End(5);
   EXPECT_EQ(LookForLong(/*computing=*/true), "");
-  watch_.Begin(5, 0.1);
+  Begin(5, 0.1, 1);
+  Hear(WorkerMachine::ReleaseRun{.run = 5});
+  EXPECT_EQ(LookForLong(/*computing=*/true), "");
+  Begin(5, 0.1, 1);
   EXPECT_EQ(LookForLong(/*computing=*/true, /*run=*/6), "") << "of another";
 }
 
