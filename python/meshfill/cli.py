@@ -54,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     prefill.add_argument("--tokenizer", metavar="DIR", help="model folder with tokenizer.json; decodes the first token, too")
     prefill.add_argument("--request-id", default="", metavar="ID")
     prefill.add_argument("--tenant", default="", metavar="NAME")
-    prefill.add_argument("--priority", type=int, default=0, metavar="N", help="higher runs first")
+    prefill.add_argument("--priority", type=int, default=0, metavar="N", help="-2 to 2, others count as the nearest; higher runs first")
     prefill.add_argument("--top-k", type=int, default=1, metavar="K", help="best tokens to report")
     prefill.add_argument("--ignore-cache", action="store_true", help="compute every token")
     prefill.add_argument("--cache-salt", default="", metavar="SALT", help="share cached prefixes with its equals alone")
@@ -119,9 +119,10 @@ def _prefill(arguments) -> str:
         raise _UsageError("--text needs --tokenizer DIR, the folder of the served model")
     prompt = _read(arguments.text) if arguments.text else _read_ids(arguments.ids)
     with _client(arguments, arguments.tokenizer) as client:
+        ids = client.tokenizer.encode(prompt) if arguments.text else prompt
         begin = time.monotonic()
         result = client.prefill(
-            prompt,
+            ids,
             request_id=arguments.request_id,
             priority=arguments.priority,
             top_k=arguments.top_k,
@@ -203,7 +204,8 @@ def _pool(arguments) -> str:
             f"running      {running}, layer {pool.running_layers_done} of {pool.running_layers}",
         ]
         + [
-            f"request      {request.id}: {request.phase}, {request.tokens} tokens, "
+            f"request      {request.id}: {f'of {request.tenant}, ' if request.tenant else ''}"
+            f"{request.phase}, {request.tokens} tokens, "
             f"about {request.predicted_rest_seconds:.1f} s left"
             for request in pool.requests
         ]

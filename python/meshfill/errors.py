@@ -43,7 +43,10 @@ class FailedPreconditionError(MeshfillError):
 
 
 class ResourceExhaustedError(MeshfillError):
-    """The queue is full, the deadline cannot be met, or there is no room for the KV; see retry_after."""
+    """The queue is full, the deadline cannot be met, or there is no room for the KV; see retry_after.
+
+    An accepted prompt may end so, too: where the queue is full, and its place goes to another tenant.
+    """
 
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
 

@@ -6,10 +6,10 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
+#include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
-#include "kernels/monotonic_time.h"
 #include "kernels/mutex.h"
 
 namespace meshfill {
@@ -22,14 +22,15 @@ constexpr char kClearLine[] = "\r\x1b[K";
 // Seconds of the whole prefill: by the pace of the layers that are done, else as predicted; 0: unknown.
 double ExpectedSeconds(const PrefillProgress& progress) {
   if (progress.layers_done == 0) return progress.predicted_seconds;
-  return progress.layer_seconds * progress.layers / progress.layers_done;
+  return progress.computed_seconds * progress.layers / progress.layers_done;
 }
 
 // Done share of the prefill, in [0, 1]. Time alone never claims a layer that has not been reported.
 double DoneShare(const PrefillProgress& progress) {
+  if (progress.layers == 0) return 0;  // it may not even have begun
   const double expected = ExpectedSeconds(progress);
-  const double claimed = expected > 0 ? progress.elapsed_seconds / expected : 0;
-  if (progress.layers == 0) return std::min(claimed, 0.99);
+  const double computed = progress.computed_seconds + progress.since_layer_seconds;
+  const double claimed = expected > 0 ? computed / expected : 0;
   const double layer = 1.0 / progress.layers;
   return std::clamp(claimed, progress.layers_done * layer,
                     std::min((progress.layers_done + 0.99) * layer, 1.0));
@@ -65,7 +66,7 @@ std::string RenderProgress(const PrefillProgress& progress, int width) {
   if (progress.layers > 0) absl::StrAppend(&facts, progress.layers_done, "/", progress.layers, " layers  ");
   if (expected > 0) absl::StrAppendFormat(&facts, "%3d %%  ", static_cast<int>(100 * share + 1e-9));
   absl::StrAppend(&facts, FormatSeconds(progress.elapsed_seconds));
-  const double remaining = expected - progress.elapsed_seconds;
+  const double remaining = expected * (1 - share);
   if (remaining > 0) absl::StrAppend(&facts, ", ", FormatSeconds(remaining), " left");
 
   constexpr absl::string_view kLabel = "prefill ";
@@ -81,7 +82,7 @@ std::string RenderProgress(const PrefillProgress& progress, int width) {
   return absl::StrCat(kLabel, "[", drawn, "] ", facts);
 }
 
-ProgressBar::ProgressBar() : start_(MonotonicNow()) {
+ProgressBar::ProgressBar(Clock clock) : clock_(std::move(clock)), start_(clock_()), layer_at_(start_) {
   if (isatty(STDERR_FILENO)) drawer_ = std::thread([this] { DrawUntilStopped(); });
 }
 
@@ -100,27 +101,41 @@ void ProgressBar::SetPrediction(double predicted_seconds, int before, double wai
   progress_.predicted_seconds = predicted_seconds;
   progress_.before = before;
   progress_.wait_seconds = wait_seconds;
-  start_ = MonotonicNow();
+  start_ = clock_();
 }
 
-void ProgressBar::SetLayersDone(int layers_done, int layers, double seconds) {
+void ProgressBar::SetLayersDone(int layers_done, int layers, double computed_seconds) {
   const MutexLock lock(mu_);
-  if (progress_.before > 0 && progress_.layers == 0) start_ = MonotonicNow() - absl::Seconds(seconds);
+  layer_at_ = clock_();
+  if (progress_.before > 0 && progress_.layers == 0) start_ = layer_at_ - absl::Seconds(computed_seconds);
   // Its run was begun anew, perhaps in other pieces, where fewer of all are done.
   if (int64_t{layers_done} * progress_.layers < int64_t{progress_.layers_done} * layers) {
-    start_ = MonotonicNow() - absl::Seconds(progress_.predicted_seconds * layers_done / layers);
+    lost_seconds_ = computed_seconds - progress_.predicted_seconds * layers_done / layers;
   }
-  progress_.layer_seconds = absl::ToDoubleSeconds(MonotonicNow() - start_);
+  progress_.computed_seconds = computed_seconds - lost_seconds_;
   progress_.layers_done = layers_done;
   progress_.layers = layers;
+}
+
+PrefillProgress ProgressBar::progress() const {
+  const MutexLock lock(mu_);
+  return ProgressNow();
+}
+
+PrefillProgress ProgressBar::ProgressNow() const {
+  PrefillProgress progress = progress_;
+  const absl::Time now = clock_();
+  progress.elapsed_seconds = absl::ToDoubleSeconds(now - start_);
+  progress.since_layer_seconds = absl::ToDoubleSeconds(now - layer_at_);
+  return progress;
 }
 
 void ProgressBar::DrawUntilStopped() {
   MutexLock lock(mu_);
   while (!stopped_) {
     if (stop_.WaitFor(mu_, kRedrawInterval)) continue;
-    progress_.elapsed_seconds = absl::ToDoubleSeconds(MonotonicNow() - start_);
-    std::fputs(absl::StrCat(kClearLine, RenderProgress(progress_, TerminalColumns() - 1)).c_str(), stderr);
+    const std::string line = RenderProgress(ProgressNow(), TerminalColumns() - 1);
+    std::fputs(absl::StrCat(kClearLine, line).c_str(), stderr);
     std::fflush(stderr);
   }
   std::fputs(kClearLine, stderr);

@@ -53,7 +53,11 @@ void AddUnusual(const v1::PlanSummary& plan, Json& json) {
 
 }  // namespace
 
-std::string PrefillJson(const v1::PrefillResult& result) {
+double TtftSeconds(const v1::PrefillResult& result, double upload_seconds) {
+  return upload_seconds + result.seconds().queue() + result.seconds().prefill();
+}
+
+std::string PrefillJson(const v1::PrefillResult& result, double upload_seconds) {
   Json top = Json::array();
   for (const v1::TokenLogit& best : result.top())
     top.push_back({{"token", best.token()}, {"logit", best.logit()}});
@@ -69,7 +73,8 @@ std::string PrefillJson(const v1::PrefillResult& result) {
                 {{"queue", seconds.queue()},
                  {"prefill", seconds.prefill()},
                  {"attention", seconds.attention()},
-                 {"comm_wait", seconds.comm_wait()}}},
+                 {"comm_wait", seconds.comm_wait()},
+                 {"ttft", TtftSeconds(result, upload_seconds)}}},
                {"comm_bytes", CommBytesJson(result.comm_bytes())},
                {"mfu", result.mfu()}});
   if (result.cached_tokens() > 0) object["cached_tokens"] = result.cached_tokens();

@@ -10,9 +10,14 @@
 
 namespace meshfill {
 
+// Time to first token: from the request's begin to its result, all attempts in. `upload_seconds`: what the
+// client waited for beside queue and prefill: for its connection, its upload and the answer's way; 0 where
+// there was none.
+double TtftSeconds(const v1::PrefillResult& result, double upload_seconds);
+
 // One object on one line, without a newline, its keys always in the same order. Floats are written so that
 // they read back to the same bits. `prefill --json`: the logits are not part of it.
-std::string PrefillJson(const v1::PrefillResult& result);
+std::string PrefillJson(const v1::PrefillResult& result, double upload_seconds);
 
 // `plan --json`: blocks as [u, v], local indices Q#u and KV#v; candidates best first. `not_yet`: what of it
 // cannot run so far.

@@ -222,11 +222,11 @@ std::string PrefillText(const v1::PrefillResult& result, double upload_seconds) 
   AppendLine("tokens", FormatCount(tokens) + cached, text);
   const std::string upload =
       upload_seconds > 0 ? absl::StrCat("upload ", FormatSeconds(upload_seconds), ", ") : "";
-  AppendLine("TTFT",
-             absl::StrFormat("%s (%squeue %s, prefill %s)",
-                             FormatSeconds(upload_seconds + seconds.queue() + seconds.prefill()), upload,
-                             FormatSeconds(seconds.queue()), FormatSeconds(seconds.prefill())),
-             text);
+  AppendLine(
+      "TTFT",
+      absl::StrFormat("%s (%squeue %s, prefill %s)", FormatSeconds(TtftSeconds(result, upload_seconds)),
+                      upload, FormatSeconds(seconds.queue()), FormatSeconds(seconds.prefill())),
+      text);
   if (result.attempts() > 1) {
     AppendLine("attempts", absl::StrCat(result.attempts(), ", after the loss of workers"), text);
   }
@@ -252,8 +252,8 @@ std::string PrefillText(const v1::PrefillResult& result, double upload_seconds) 
 
 // Columns, with a heading each; text that clients chose has no control characters.
 //
-//     request  phase    tokens  layers  elapsed  rest
-//     r-1      running  65,536  12/32   8.1 s    13.5 s
+//     request  tenant  phase    tokens  layers  elapsed  rest
+//     r-1      search  running  65,536  12/32   8.1 s    13.5 s
 std::string PoolText(const v1::PoolStatus& status) {
   std::string text;
   const std::string state = v1::PoolStatus::State_Name(status.state());
@@ -266,9 +266,10 @@ std::string PoolText(const v1::PoolStatus& status) {
              absl::StrCat(status.queued_requests(), " waiting, ",
                           FormatCount(static_cast<double>(status.queued_tokens())), " tokens"),
              text);
-  Table requests({"request", "phase", "tokens", "layers", "elapsed", "rest"});
+  Table requests({"request", "tenant", "phase", "tokens", "layers", "elapsed", "rest"});
   for (const v1::PoolStatus::Request& each : status.requests()) {
-    requests.Add({each.id(), each.phase(), FormatCount(static_cast<double>(each.tokens())),
+    requests.Add({each.id(), each.tenant().empty() ? "-" : each.tenant(), each.phase(),
+                  FormatCount(static_cast<double>(each.tokens())),
                   each.layers() == 0 ? "-" : absl::StrCat(each.layers_done(), "/", each.layers()),
                   FormatSeconds(each.elapsed_seconds()), FormatSeconds(each.predicted_rest_seconds())});
   }

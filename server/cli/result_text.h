@@ -11,8 +11,7 @@
 
 namespace meshfill {
 
-// `upload_seconds`: what the client waited for beside queue and prefill: for its connection, its upload and
-// the answer's way; 0 where there was none.
+// `upload_seconds` as in TtftSeconds (result_json.h).
 std::string PrefillText(const v1::PrefillResult& result, double upload_seconds);
 
 // The chosen shape, its schedule as a grid of steps × (communication, blocks), and all candidates. `place`:

@@ -19,7 +19,7 @@ VOCAB = 256
 
 PREFILL_KEYS = ["request_id", "tokens", "first_token", "top", "plan", "seconds", "comm_bytes", "mfu"]
 PLAN_SUMMARY_KEYS = ["ranks", "heads", "a", "b", "layout", "stripe"]
-SECONDS_KEYS = ["queue", "prefill", "attention", "comm_wait"]
+SECONDS_KEYS = ["queue", "prefill", "attention", "comm_wait", "ttft"]
 COMM_BYTES_KEYS = ["q", "kv", "o", "all_to_all"]
 PREDICTION_KEYS = ["seconds", "compute_seconds", "comm_wait_seconds", "comm_bytes", "peak_bytes"]
 

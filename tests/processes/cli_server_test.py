@@ -66,7 +66,7 @@ class CliServerTest(CliTestCase):
         request = self.running_request(self.server)
         self.assertEqual((request["id"], request["tokens"]), ("a\x1b[2Jb", 400_000))
         text = self.succeed("status", *at)
-        self.assertRegex(text, r"\nrequest +phase +tokens +layers +elapsed +rest\na\?\[2Jb +running +400,000 +\d/2 ")
+        self.assertRegex(text, r"\nrequest +tenant +phase +tokens +layers +elapsed +rest\na\?\[2Jb +somebody +running +400,000 +\d/2 ")
         self.assertEqual(self.succeed("cancel", *at, "a\x1b[2Jb"), "cancelled a\x1b[2Jb\n")
         out, error = running.communicate(timeout=TIMEOUT_SECONDS)
         self.assertEqual((running.returncode, out), (1, b""))

@@ -82,6 +82,24 @@ class CliTest(ServerTest):
         self.assertIn("--tokenizer", self.call_cli(*common, status=2))
         self.assertIn("tokenizer.json", self.call_cli(*common, "--tokenizer", "/nowhere", status=2))
 
+    def test_the_time_to_first_token_has_no_tokenizing(self):
+        server = self.serve()
+        with open(os.path.join(self.folder, "tokenizer.json"), "w") as file:
+            json.dump(TOKENIZER, file)
+        now = 0.0
+
+        def encode(*_):
+            nonlocal now
+            now += 100
+            return [1, 2]
+
+        prefill = ["prefill", "--server", server.address, "--text", "-", "--tokenizer", self.folder, "--json"]
+        with mock.patch("meshfill.cli.time") as time, mock.patch("meshfill.text.TextTokenizer.encode", encode):
+            time.monotonic.side_effect = lambda: now
+            value = json.loads(self.call_cli(*prefill, stdin="hello world"))
+        self.assertEqual(value["tokens"], 2)
+        self.assertEqual(value["seconds"]["ttft"], 0)
+
     def test_text_from_standard_input_is_utf_8_whatever_the_locale(self):
         server = self.serve()
         with open(os.path.join(self.folder, "tokenizer.json"), "w", encoding="utf-8") as file:
@@ -106,6 +124,7 @@ class CliTest(ServerTest):
         steps = [{"comm": "kv", "blocks": [[0, 1]]}, {"comm": "q", "blocks": [[1, 1]], "spans": 2}]
         self.assertEqual(plan["steps"], steps)
         self.assertEqual(json.loads(self.call_cli("pool", "--server", server.address, "--json"))["ranks"], 4)
+        self.assertIn("request      long: of team, paused, 65536 tokens,", self.call_cli("pool", "--server", server.address))
         self.assertIn("not live", self.run_cli("cancel", "--server", server.address, "gone", status=2))
 
     def test_the_token_is_of_a_file_or_of_the_environment(self):

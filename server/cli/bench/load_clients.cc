@@ -106,6 +106,7 @@ class LoadRun {
     v1::PrefillHeader header;
     header.set_tenant(prompts_[prompt].tenant);
     header.set_top_k(kTop);
+    header.mutable_kv()->set_ignore_cache(options_.ignore_cache);
     AcceptedEvent accepted;
     PrefillClient client;
     const absl::Time sent_at = MonotonicNow();

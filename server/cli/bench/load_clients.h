@@ -30,6 +30,7 @@ struct LoadOptions {
   uint32_t vocab = 1;
   int most_at_once = 96;  // calls at a time; what is due waits
   uint64_t seed = 1;      // the tokens of the prompt at place i are those of seed + i, at place 0
+  bool ignore_cache = false;
 };
 
 // Sends them all, and waits for their ends; blocks. By prompt.

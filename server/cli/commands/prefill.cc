@@ -46,10 +46,13 @@ class BarEvents : public PrefillEvents, public PrefillObserver {
     bar_.SetLayersDone(static_cast<int>(progress.layers_done()), static_cast<int>(progress.layers()),
                        progress.seconds());
   }
-  void OnLayerDone(int layers_done, int layers) override { bar_.SetLayersDone(layers_done, layers); }
+  void OnLayerDone(int layers_done, int layers) override {
+    bar_.SetLayersDone(layers_done, layers, absl::ToDoubleSeconds(MonotonicNow() - begin_));
+  }
 
  private:
   ProgressBar& bar_;
+  const absl::Time begin_ = MonotonicNow();  // an embedded run's: it computes from then on
 };
 
 // Stops a prefill that may not have begun yet.
@@ -147,7 +150,8 @@ class PrefillCommand : public Command {
         ->type_name("NAME")
         ->needs(server)
         ->group("Request");
-    app_->add_option("--priority", priority_, "Higher runs first (default: 0)")
+    app_->add_option("--priority", priority_,
+                     "-2 to 2, others count as the nearest; higher runs first (default: 0)")
         ->type_name("N")
         ->needs(server)
         ->group("Request");
@@ -234,7 +238,7 @@ class PrefillCommand : public Command {
     ASSIGN_OR_RETURN(PlanChoice choice, engine.MakePlan(static_cast<int64_t>(tokens.size()), options_));
     ProgressBar bar;
     bar.SetPrediction(choice.plan.predicted.seconds);
-    bar.SetLayersDone(0, engine.model().layers);
+    bar.SetLayersDone(0, engine.model().layers, /*computed_seconds=*/0);
     BarEvents events(bar);
     ASSIGN_OR_RETURN(std::unique_ptr<Prefill> prefill, engine.Start({tokens, options_}, &events));
     return stop.Wait(*prefill);
@@ -311,7 +315,7 @@ class PrefillCommand : public Command {
     if (!trace_path_.empty()) {
       RETURN_IF_ERROR(WriteTrace(*outcome.timeline));
     }
-    const std::string text = json_ ? absl::StrCat(PrefillJson(outcome.result), "\n")
+    const std::string text = json_ ? absl::StrCat(PrefillJson(outcome.result, outcome.upload_seconds), "\n")
                                    : PrefillText(outcome.result, outcome.upload_seconds);
     std::fputs(text.c_str(), stdout);
     return absl::OkStatus();

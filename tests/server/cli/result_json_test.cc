@@ -28,11 +28,11 @@ PrefillResult ExampleResult() {
 TEST(PrefillJson, IsTheObjectOfTheDesign) {
   v1::PrefillResult result = ToProto(ExampleResult(), "r-1");
   result.mutable_seconds()->set_queue(0.25);
-  EXPECT_EQ(PrefillJson(result),
+  EXPECT_EQ(PrefillJson(result, /*upload_seconds=*/0.5),
             R"({"request_id":"r-1","tokens":4096,"first_token":17,)"
             R"("top":[{"token":17,"logit":9.25},{"token":3,"logit":-1.5}],)"
             R"("plan":{"ranks":4,"heads":1,"a":2,"b":2,"layout":"striped","stripe":64},)"
-            R"("seconds":{"queue":0.25,"prefill":0.8125,"attention":0.5,"comm_wait":0.0625},)"
+            R"("seconds":{"queue":0.25,"prefill":0.8125,"attention":0.5,"comm_wait":0.0625,"ttft":1.5625},)"
             R"("comm_bytes":{"q":1,"kv":2,"o":3,"all_to_all":4},"mfu":0.625})");
 }
 
@@ -41,7 +41,7 @@ TEST(PrefillJson, SaysWhatWasCachedAndThePiecesWhereThereAreAny) {
   result.set_cached_tokens(512);
   result.mutable_plan()->set_pieces(3);
   result.mutable_plan()->set_piece_tokens(1408);
-  const std::string json = PrefillJson(result);
+  const std::string json = PrefillJson(result, /*upload_seconds=*/0);
   EXPECT_NE(json.find(R"("stripe":64,"pieces":3,"piece_tokens":1408})"), std::string::npos) << json;
   EXPECT_NE(json.find(R"("mfu":0.625,"cached_tokens":512})"), std::string::npos) << json;
 }
@@ -49,7 +49,7 @@ TEST(PrefillJson, SaysWhatWasCachedAndThePiecesWhereThereAreAny) {
 TEST(PrefillJson, SaysWhatWasGatheredWhereWeightsAreShared) {
   v1::PrefillResult result = ToProto(ExampleResult(), "r-1");
   result.mutable_comm_bytes()->set_gather(5);
-  const std::string json = PrefillJson(result);
+  const std::string json = PrefillJson(result, /*upload_seconds=*/0);
   EXPECT_NE(json.find(R"("all_to_all":4,"gather":5})"), std::string::npos) << json;
 }
 
@@ -57,7 +57,7 @@ TEST(PrefillJson, SaysWireAndPlacementWhereTheyAreNotAsUsual) {
   v1::PrefillResult result = ToProto(ExampleResult(), "r-1");
   result.mutable_plan()->set_partial_dtype("bf16");
   result.mutable_plan()->set_placement("box 1x2x1");
-  const std::string json = PrefillJson(result);
+  const std::string json = PrefillJson(result, /*upload_seconds=*/0);
   EXPECT_NE(json.find(R"("stripe":64,"partial_dtype":"bf16","placement":"box 1x2x1"})"), std::string::npos)
       << json;
 }
@@ -72,7 +72,7 @@ TEST(PrefillJson, LogitsReadBackToTheSameBits) {
     const float logit = std::bit_cast<float>(static_cast<uint32_t>(random()));
     if (std::isfinite(logit)) result.top.push_back({static_cast<uint32_t>(random()), logit});
   }
-  const nlohmann::json read = nlohmann::json::parse(PrefillJson(ToProto(result, "")));
+  const nlohmann::json read = nlohmann::json::parse(PrefillJson(ToProto(result, ""), /*upload_seconds=*/0));
   for (size_t i = 0; i < result.top.size(); ++i) {
     EXPECT_EQ(read["top"][i]["token"].get<uint32_t>(), result.top[i].token);
     EXPECT_EQ(std::bit_cast<uint32_t>(read["top"][i]["logit"].get<float>()),
@@ -81,7 +81,7 @@ TEST(PrefillJson, LogitsReadBackToTheSameBits) {
 }
 
 TEST(PrefillJson, AnyRequestIdStaysOneLineOfValidJson) {
-  const std::string json = PrefillJson(ToProto(ExampleResult(), "a\"\n\xff\\"));
+  const std::string json = PrefillJson(ToProto(ExampleResult(), "a\"\n\xff\\"), /*upload_seconds=*/0);
   EXPECT_EQ(json.find('\n'), std::string::npos);
   EXPECT_EQ(nlohmann::json::parse(json)["request_id"], "a\"\n\xef\xbf\xbd\\");
 }

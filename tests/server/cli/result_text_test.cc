@@ -145,6 +145,7 @@ queue           2 waiting, 70,000 tokens
   status.set_ranks(3);
   v1::PoolStatus::Request& running = *status.add_requests();
   running.set_id("r-1\n\x1b");
+  running.set_tenant("search");
   running.set_phase("running");
   running.set_tokens(65536);
   running.set_layers_done(12);
@@ -173,9 +174,9 @@ queue           2 waiting, 70,000 tokens
 model           tiny
 queue           2 waiting, 70,000 tokens
 
-request  phase    tokens  layers  elapsed  rest
-r-1??    running  65,536  12/32   8.1 s    13.5 s
-second   waiting  7       -       0 ms     0 ms
+request  tenant  phase    tokens  layers  elapsed  rest
+r-1??    search  running  65,536  12/32   8.1 s    13.5 s
+second   -       waiting  7       -       0 ms     0 ms
 
 worker  state    ranks  first rank  host   backend
 w       running  2      0           alpha  cpu/avx2

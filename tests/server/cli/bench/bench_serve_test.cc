@@ -6,6 +6,7 @@
 
 #include <cmath>
 #include <map>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -109,6 +110,24 @@ TEST(BenchServe, MixAsText) {
                    "prediction_median_error +.*  at most 0.1: NOT MET\n"
                    "prediction_p95_error +.*  at most 0.3: NOT MET\n"
                    "prediction_drift +.*  at most 0.1: .*\n"));
+}
+
+TEST(BenchServe, NothingIsAnsweredFromTheCache) {
+  MadeUpServer server;
+  const json said = BenchJson(server, "mix", {"--seconds", "0.1", "--load", "5"});
+  const auto prompts = server.prompts();
+  const std::vector<bool> ignore_cache = server.ignore_cache();
+  std::set<std::vector<uint32_t>> begins;
+  size_t again = 0;
+  for (size_t i = 0; i < prompts.size(); ++i) {
+    const std::vector<uint32_t>& tokens = prompts[i].second;
+    if (ignore_cache[i]) {
+      ++again;
+    } else if (tokens.size() >= 64) {
+      EXPECT_TRUE(begins.emplace(tokens.begin(), tokens.begin() + 64).second) << "try " << i;
+    }
+  }
+  EXPECT_EQ(again, prompts.size() - said["requests"].get<size_t>() - kWarmUps - kLone);
 }
 
 TEST(BenchServe, CountsAnswersThatAreOthersUnderLoad) {

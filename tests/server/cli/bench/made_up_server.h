@@ -54,6 +54,11 @@ class MadeUpServer final : public v1::PrefillService::Service {
     return prompts_;
   }
 
+  std::vector<bool> ignore_cache() {  // of the same tries
+    const MutexLock lock(mu_);
+    return ignore_cache_;
+  }
+
   grpc::Status GetPool(grpc::ServerContext*, const v1::GetPoolRequest*, v1::PoolStatus* status) override {
     status->set_vocab(vocab);
     return grpc::Status::OK;
@@ -63,14 +68,19 @@ class MadeUpServer final : public v1::PrefillService::Service {
                        grpc::ServerReaderWriter<v1::PrefillEvent, v1::PrefillRequest>* stream) override {
     std::pair<std::string, std::vector<uint32_t>> prompt;
     v1::PrefillRequest request;
+    bool ignore_cache = false;
     while (stream->Read(&request)) {
-      if (request.has_header()) prompt.first = request.header().tenant();
+      if (request.has_header()) {
+        prompt.first = request.header().tenant();
+        ignore_cache = request.header().kv().ignore_cache();
+      }
       prompt.second.insert(prompt.second.end(), request.tokens().ids().begin(), request.tokens().ids().end());
     }
     uint32_t top = 0;
     {
       const MutexLock lock(mu_);
       prompts_.push_back(std::move(prompt));
+      ignore_cache_.push_back(ignore_cache);
       most_at_once_ = std::max(most_at_once_, ++at_once_);
       const int tries = static_cast<int>(prompts_.size());
       if (refuse_every > 0 && tries % refuse_every == 0) {
@@ -105,6 +115,7 @@ class MadeUpServer final : public v1::PrefillService::Service {
   int most_at_once_ = 0;
   int refused_ = 0;
   std::vector<std::pair<std::string, std::vector<uint32_t>>> prompts_;
+  std::vector<bool> ignore_cache_;
 };
 
 }  // namespace meshfill
