@@ -20,7 +20,6 @@
 #include "engine/plan/pieces.h"
 #include "engine/plan/speed_correction.h"
 #include "engine/prefill_request.h"
-#include "engine/prefill_summary.h"
 #include "engine/run_places.h"
 #include "engine/speed/pool_profile.h"
 #include "kernels/monotonic_time.h"
@@ -53,7 +52,8 @@ class EmbeddedEngine : public PrefillEngine {
         places_(pool_.capacity.memory_budget_bytes, options.ranks, kLiveRuns),
         runs_({.pool = pool_,
                .model_name = model_name_,
-               .on_measured = [this](const PrefillResult& result) { OnMeasured(result); },
+               .on_measured = [this](const Prediction& predicted,
+                                     const MeasuredSeconds& measured) { OnMeasured(predicted, measured); },
                .on_kept =
                    [this](const KvBlockNames& names, const KvPrompt& kv) {
                      if (uses_cache_) kv_store_.Enter(names, kv);
@@ -90,7 +90,7 @@ class EmbeddedEngine : public PrefillEngine {
   std::vector<SubmeshSeconds> Submeshes(int64_t tokens, const PrefillOptions& options) const override {
     if (pool_.capacity.weights.mode != WeightMode::kResident) return {};
     std::vector<SubmeshSeconds> submeshes =
-        SubmeshesUpTo(std::min(options_.ranks, kLiveRuns), options,
+        SubmeshesUpTo(std::min(options_.ranks, kMostSubmeshes), options,
                       [&](const PrefillOptions& on_submesh) { return MakePlan(tokens, on_submesh); });
     if (submeshes.empty()) return submeshes;
     const absl::StatusOr<PlanChoice> whole = MakePlan(tokens, options);
@@ -134,7 +134,7 @@ class EmbeddedEngine : public PrefillEngine {
                                             int64_t cached_tokens) const;
   absl::StatusOr<PlanChoice> PlanBehind(int64_t cached_tokens, int64_t tokens,
                                         const PrefillOptions& options) const;
-  void OnMeasured(const PrefillResult& result);
+  void OnMeasured(const Prediction& predicted, const MeasuredSeconds& measured);
   // Called where predictions stay wrong: the next start measures the speed anew.
   void ForgetWrongSpeed();
   // A place where the plan has room; of those on which as many compute, one whose device has the prefix.
@@ -185,8 +185,8 @@ absl::StatusOr<PlanChoice> EmbeddedEngine::PlanBehind(int64_t cached_tokens, int
   return choice;
 }
 
-void EmbeddedEngine::OnMeasured(const PrefillResult& result) {
-  correction_.Observe(result.plan.predicted, MeasuredSecondsOf(result));
+void EmbeddedEngine::OnMeasured(const Prediction& predicted, const MeasuredSeconds& measured) {
+  correction_.Observe(predicted, measured);
   ForgetWrongSpeed();
 }
 

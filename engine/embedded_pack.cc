@@ -11,6 +11,7 @@
 
 #include "absl/base/thread_annotations.h"
 #include "engine/comm/in_process.h"
+#include "engine/plan/pass_parts.h"
 #include "engine/prefill_summary.h"
 #include "engine/run/local_ranks.h"
 #include "engine/run/rank_runner.h"
@@ -169,6 +170,7 @@ class EmbeddedPack {
     const absl::Status cause = FirstCause(outputs_);
     const double seconds =
         std::chrono::duration<double>(ToSteadyTime(stop_.Now().run_time()) - start_).count();
+    if (cause.ok()) TellMeasured(seconds);
     for (int of = 0; of < place_.ranks(); ++of) {
       const std::vector<size_t>& prompts = by_rank_[static_cast<size_t>(of)];
       for (size_t k = 0; k < prompts.size(); ++k) {
@@ -177,6 +179,30 @@ class EmbeddedPack {
                                    : absl::StatusOr<PrefillResult>(cause);
       }
     }
+  }
+
+  PartSeconds PartsOf(size_t rank) const {
+    std::vector<PartSeconds> prompts;
+    for (const size_t i : by_rank_[rank]) {
+      prompts.push_back(prompts_[i].given.planned.choice.plan.predicted.parts);
+    }
+    return PassParts(runs_.model(), runs_.pool.capacity.speed, prompts);
+  }
+
+  // Of the rank that is predicted to take longest. Not where weights stream past, which decide how long it
+  // takes.
+  void TellMeasured(double seconds) {
+    std::vector<PartSeconds> ranks;
+    for (size_t rank = 0; rank < by_rank_.size(); ++rank) ranks.push_back(PartsOf(rank));
+    const EmbeddedPoolCapacity& pool = runs_.pool.capacity;
+    if (pool.weights.mode != WeightMode::kResident) return;
+    if (!TellsOfSpeed(ranks, pool.speed.lone_rank_speedup > 1)) return;
+    const auto longest =
+        std::max_element(ranks.begin(), ranks.end(), [](const PartSeconds& left, const PartSeconds& right) {
+          return left.products + left.attention < right.products + right.attention;
+        });
+    const RankStats& stats = outputs_[static_cast<size_t>(longest - ranks.begin())]->stats;
+    runs_.on_measured({.parts = *longest}, MeasuredSecondsOf(seconds, {&stats, 1}));
   }
 
   // Of the prompt whose logits are row `k` of its rank's.

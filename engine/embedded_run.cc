@@ -117,7 +117,9 @@ class EmbeddedRun final : public Prefill {
     for (absl::StatusOr<RankOutput>& output : outputs_) {
       if (!output->logits.empty()) result_.logits = std::move(output->logits);
     }
-    if (RunsAsPredicted()) runs_.on_measured(result_);
+    if (RunsAsPredicted()) {
+      runs_.on_measured(result_.plan.predicted, MeasuredSecondsOf(result_.prefill_seconds, result_.ranks));
+    }
     RETURN_IF_ERROR(
         SummarisePrefill(runs_.model(), runs_.model_name, PeakFlops(), request_.options.top_k, result_));
     if (request_.options.keep_timeline) result_.timeline = CollectTimeline(std::move(recorders_));

@@ -12,6 +12,7 @@
 #include "engine/kv/kv_prompt.h"
 #include "engine/kv/kv_slabs.h"
 #include "engine/plan/planner.h"
+#include "engine/plan/speed_correction.h"
 #include "engine/prefill_engine.h"
 #include "engine/run_places.h"
 
@@ -21,8 +22,9 @@ namespace meshfill {
 struct EmbeddedRuns {
   const EmbeddedPool& pool;
   const std::string& model_name;
-  // A prompt is done, and its ranks ran as its plan says: beside no others that share cores with them.
-  std::function<void(const PrefillResult& result)> on_measured;
+  // A prompt is done, or a pass of several, and its ranks ran as its plan says: beside no others that share
+  // cores with them. Of a pass, the parts of the prediction alone.
+  std::function<void(const Prediction& predicted, const MeasuredSeconds& measured)> on_measured;
   // All of a prompt's K and V are there.
   std::function<void(const KvBlockNames& names, const KvPrompt& kv)> on_kept;
   std::function<void()> on_device_lost;

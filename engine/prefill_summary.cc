@@ -33,15 +33,15 @@ std::vector<TokenLogit> BestTokens(const std::vector<float>& logits, int count) 
 
 }  // namespace
 
-MeasuredSeconds MeasuredSecondsOf(const PrefillResult& result) {
-  MeasuredSeconds measured = {.all = result.prefill_seconds};
-  for (const RankStats& stats : result.ranks) {
+MeasuredSeconds MeasuredSecondsOf(double seconds, std::span<const RankStats> ranks) {
+  MeasuredSeconds measured = {.all = seconds};
+  for (const RankStats& stats : ranks) {
     measured.attention += stats.block_seconds + stats.merge_seconds;
     measured.comm_wait += stats.comm_wait_seconds();
   }
-  const double ranks = std::max<double>(1, static_cast<double>(result.ranks.size()));
-  measured.attention /= ranks;
-  measured.comm_wait /= ranks;
+  const double count = std::max<double>(1, static_cast<double>(ranks.size()));
+  measured.attention /= count;
+  measured.comm_wait /= count;
   return measured;
 }
 

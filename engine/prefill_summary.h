@@ -3,12 +3,14 @@
 #define MESHFILL_ENGINE_PREFILL_SUMMARY_H_
 
 #include <cstdint>
+#include <span>
 #include <string>
 
 #include "absl/status/status.h"
 #include "engine/model/model_shape.h"
 #include "engine/plan/speed_correction.h"
 #include "engine/prefill_engine.h"
+#include "engine/run/rank_stats.h"
 
 namespace meshfill {
 
@@ -17,8 +19,8 @@ namespace meshfill {
 absl::Status SummarisePrefill(const ModelShape& model, const std::string& model_name, double peak_flops,
                               int top_k, PrefillResult& result);
 
-// What the prefill took, from its ranks and its prefill_seconds.
-MeasuredSeconds MeasuredSecondsOf(const PrefillResult& result);
+// What a prefill took that was over after `seconds`.
+MeasuredSeconds MeasuredSecondsOf(double seconds, std::span<const RankStats> ranks);
 
 }  // namespace meshfill
 

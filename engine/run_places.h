@@ -23,9 +23,12 @@
 
 namespace meshfill {
 
-// Prefills that live at once in one engine. Some compute, the others stand still: the longest that gave way
-// to a shorter one, and so on. Each has threads of its own.
-inline constexpr int kLiveRuns = 8;
+inline constexpr int kMostSubmeshes = 8;
+
+// Prefills that live at once in one engine: one on each sub-mesh, and a short one
+// (server/queue/free_places.h). Some compute, the others stand still: the longest that gave way to a shorter
+// one, and so on. Each has threads of its own.
+inline constexpr int kLiveRuns = kMostSubmeshes + 1;
 
 class RunPlaces {
  public:

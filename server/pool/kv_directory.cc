@@ -101,8 +101,8 @@ KvSlabs KvDirectory::FindPrefix(const PrefillOptions& options) {
   return ReadsCache(options) ? runs_held_.Find(*options.block_names) : KvSlabs();
 }
 
-CachedPrefix KvDirectory::LookUpPrefix(const PrefillOptions& options) const {
-  return ReadsCache(options) ? Describe(runs_held_.Look(*options.block_names)) : CachedPrefix();
+KvSlabs KvDirectory::LookUpPrefix(const PrefillOptions& options) const {
+  return ReadsCache(options) ? runs_held_.Look(*options.block_names) : KvSlabs();
 }
 
 CachedPrefix KvDirectory::Describe(const KvSlabs& prefix) {

@@ -105,7 +105,7 @@ class KvDirectory {
 
   // What workers have of a prompt with these options, whole blocks. FindPrefix counts as a use.
   KvSlabs FindPrefix(const PrefillOptions& options);
-  CachedPrefix LookUpPrefix(const PrefillOptions& options) const;
+  KvSlabs LookUpPrefix(const PrefillOptions& options) const;
   static CachedPrefix Describe(const KvSlabs& prefix);
   // Those of `workers` that have it, by place: a run behind it takes these.
   Workers HoldersOf(const KvSlabs& prefix, const Workers& workers) const;

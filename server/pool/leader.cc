@@ -253,11 +253,11 @@ void Leader::SetPaused(Ticket ticket, bool paused, absl::Time now) {
   starter_.StartWaiting(now);
 }
 
+// Not where all that lives is being stopped: the only request takes the room of that.
 bool Leader::CrowdedOut(Ticket ticket) const {
-  return Waits(ticket) && !live_.runs.empty() && !live_.AnyStops();
+  const bool alone = live_.requests.size() == 1 && !live_.AnyGoesOn();
+  return Waits(ticket) && !live_.runs.empty() && !alone;
 }
-
-bool Leader::Undecided(Ticket ticket) const { return Waits(ticket) && live_.AnyStops(); }
 
 bool Leader::Waits(Ticket ticket) const {
   const LiveRequest* request = live_.Find(ticket);

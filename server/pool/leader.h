@@ -99,6 +99,7 @@ class Leader {
     absl::Duration least_kept_out = absl::Seconds(10);
     absl::Duration most_kept_out = absl::Minutes(5);
     absl::Duration empty_timeout = absl::Seconds(10);  // how long a request waits for a worker to come
+    absl::Duration room_timeout = absl::Seconds(3);    // longest wait for the room of runs that are stopped
   };
 
   // ---- Actions, in the order in which they are to be done.
@@ -147,8 +148,14 @@ class Leader {
   void SetPaused(Ticket ticket, bool paused, absl::Time now);
   // It waits for the end of another request: there is no memory, or no place, beside what lives.
   bool CrowdedOut(Ticket ticket) const;
-  // It waits while a run is being stopped. Whether it is crowded out is known when that one is over.
-  bool Undecided(Ticket ticket) const;
+  // The same, while a run is being stopped: it may have room in a moment. It was submitted at `since`.
+  bool Undecided(Ticket ticket, absl::Time since, absl::Time now) const {
+    return CrowdedOut(ticket) && MayGetRoom(since, now);
+  }
+  // Whether to wait on for room since then: not longer than room_timeout, whoever else is stopped meanwhile.
+  bool MayGetRoom(absl::Time since, absl::Time now) const {
+    return MakesRoom() && now - since < options_.room_timeout;
+  }
   // A run is being stopped: there may be more room soon.
   bool MakesRoom() const { return live_.AnyStops(); }
   bool empty() const { return live_.runs.empty(); }
@@ -174,9 +181,11 @@ class Leader {
   uint64_t epoch() const { return members_.epoch(); }
   // Counts the workers that are there to stay.
   PoolCapacity capacity() const { return CapacityOf(members_.ByPlace(), survey_.links()); }
-  int workers_to_stay() const { return static_cast<int>(members_.ByPlace().size()); }
+  int workers_to_stay() const { return members_.workers_to_stay(); }
   // Where a request runs now, as Prefill::place has it.
   uint64_t PlaceOf(Ticket ticket) const;
+  // As RunPlacer has it.
+  std::vector<PlanSite> SitesFor(const PrefillOptions& options) const { return placer_.SitesFor(options); }
   // As RunPlacer has it.
   std::optional<PoolCapacity> SubmeshCapacity(int submeshes) const {
     return placer_.SubmeshCapacity(submeshes);

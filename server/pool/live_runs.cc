@@ -14,6 +14,10 @@ bool SharePass(const LiveRun& one, const LiveRun& other) {
          one.pack->rank == other.pack->rank && other.coordinator.phase() != RunCoordinator::Phase::kStopping;
 }
 
+bool Stops(const std::pair<const RunId, LiveRun>& run) {
+  return run.second.coordinator.phase() == RunCoordinator::Phase::kStopping;
+}
+
 }  // namespace
 
 void LiveRuns::Answer(Ticket ticket, absl::StatusOr<RunResult> result) {
@@ -82,11 +86,9 @@ bool LiveRuns::HasTurn(const LiveRun& run) const {
   return request != nullptr && request->has_turn();
 }
 
-bool LiveRuns::AnyStops() const {
-  return std::any_of(runs.begin(), runs.end(), [](const auto& run) {
-    return run.second.coordinator.phase() == RunCoordinator::Phase::kStopping;
-  });
-}
+bool LiveRuns::AnyStops() const { return std::any_of(runs.begin(), runs.end(), Stops); }
+
+bool LiveRuns::AnyGoesOn() const { return !std::all_of(runs.begin(), runs.end(), Stops); }
 
 bool LiveRuns::Blocked(const LiveRun& run) const {
   return !run.coordinator.messages_mix() && std::any_of(runs.begin(), runs.end(), [&run](const auto& other) {

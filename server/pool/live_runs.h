@@ -108,7 +108,8 @@ struct LiveRuns {
   bool HasTurn(const LiveRun& run) const;
   // Whether another request of its failed pack runs: of two that run, none is to blame for what they end.
   bool WaitsForPack(const LiveRequest& request) const;
-  bool AnyStops() const;  // whether a run is being stopped
+  bool AnyStops() const;   // whether a run is being stopped
+  bool AnyGoesOn() const;  // whether a run is not
   // Whether another run has its messages under way on a worker of this one, where they do not mix.
   bool Blocked(const LiveRun& run) const;
   // Lets all runs stand still whose turn it is not, and others go on; what shares a pass goes on while it is

@@ -1,7 +1,9 @@
 #include "server/pool/membership.h"
 
 #include <algorithm>
+#include <cmath>
 #include <limits>
+#include <span>
 #include <tuple>
 
 #include "absl/strings/str_cat.h"
@@ -73,6 +75,48 @@ int64_t RankMemoryBytes(const v1::Join& offer, const PlanWeights& weights, size_
   if (weights.mode != WeightMode::kSharded) return offered / offer.ranks();
   const int64_t left = (offered - ShareBytes(weights, static_cast<int>(workers))) / offer.ranks();
   return left > 0 ? left : -1;
+}
+
+// Without its faster parts.
+PoolCapacity CapacityOfAll(std::span<const Membership::Worker* const> workers, const Topology& links) {
+  PoolCapacity capacity;
+  int64_t tightest = kNoLimit, tightest_sharing = kNoLimit, tightest_kv = kNoLimit;
+  PlanWeights shared_weights;
+  bool all_could_share = !workers.empty();
+  for (const Membership::Worker* worker : workers) {
+    const v1::Join& offer = worker->offer;
+    const PoolSpeed offered = FromProto(offer.speed());
+    capacity.speed = capacity.ranks == 0 ? offered : SlowerOf(capacity.speed, offered);
+    capacity.ranks_share_cores = capacity.ranks_share_cores || offered.lone_rank_speedup > 1;
+    tightest_kv = std::min(tightest_kv, static_cast<int64_t>(offer.kv_memory_bytes() / offer.ranks()));
+    const PlanWeights weights = FromProto(offer.weights());
+    const bool sharded = weights.mode == WeightMode::kSharded;
+    capacity.rank_weights =
+        MostOf(capacity.rank_weights, sharded ? weights : weights.Share(1, offer.ranks()));
+    tightest = std::min(tightest, RankMemoryBytes(offer, weights, workers.size()));
+    const PlanWeights to_share = FromProto(offer.shared_weights());
+    shared_weights = MostOf(shared_weights, to_share);
+    tightest_sharing = std::min(tightest_sharing, RankMemoryBytes(offer, to_share, workers.size()));
+    all_could_share = all_could_share && offer.has_shared_weights() &&
+                      offer.weight_layout() == workers.front()->offer.weight_layout();
+    capacity.ranks += static_cast<int>(offer.ranks());
+    capacity.kv_on_host = capacity.kv_on_host && offer.kv_on_host();
+    capacity.many_messages = capacity.many_messages && offer.many_messages();
+  }
+  capacity.topology = links;
+  int host = -1;
+  for (size_t i = 0; i < workers.size(); ++i) {
+    if (i == 0 || workers[i]->offer.host() != workers[i - 1]->offer.host()) ++host;
+    capacity.first_seats.push_back(static_cast<int>(capacity.topology.node_of_seat.size()));
+    capacity.topology.node_of_seat.insert(capacity.topology.node_of_seat.end(), workers[i]->offer.ranks(),
+                                          host);
+  }
+  if (tightest != kNoLimit) capacity.rank_memory_bytes = tightest;
+  if (tightest_kv != kNoLimit) capacity.rank_kv_bytes = tightest_kv;
+  if (!all_could_share) return capacity;
+  capacity.shared_weights = shared_weights;
+  if (tightest_sharing != kNoLimit) capacity.shared_rank_memory_bytes = tightest_sharing;
+  return capacity;
 }
 
 }  // namespace
@@ -332,20 +376,41 @@ std::set<Membership::Connection> Membership::Silent(absl::Time now) const {
 }
 
 std::vector<const Membership::Worker*> Membership::ByPlace() const {
-  std::vector<const Worker*> staying;
+  std::vector<std::pair<double, const Worker*>> staying;  // with its seconds for a FLOP
+  double least_seconds = std::numeric_limits<double>::infinity();
   for (const auto& [connection, worker] : workers_) {
-    if (!worker.leaving) staying.push_back(&worker);
+    if (worker.leaving) continue;
+    const double seconds = SecondsPerFlop(FromProto(worker.offer.speed()));
+    staying.emplace_back(seconds, &worker);
+    least_seconds = std::min(least_seconds, seconds);
   }
-  std::sort(staying.begin(), staying.end(), [](const Worker* left, const Worker* right) {
-    return std::tie(left->offer.host(), left->offer.name()) <
-           std::tie(right->offer.host(), right->offer.name());
-  });
-  return staying;
+  std::map<absl::string_view, int> of_host;  // of its slowest
+  // Steps of kSlower down from the fastest: its host's, its own.
+  using Place = std::tuple<int, absl::string_view, int, absl::string_view>;
+  std::vector<std::pair<Place, const Worker*>> places;
+  for (const auto& [seconds, worker] : staying) {
+    const int down = static_cast<int>(std::log(seconds / least_seconds) / std::log(kSlower));
+    int& host_down = of_host[worker->offer.host()];
+    host_down = std::max(host_down, down);
+    places.push_back({{0, worker->offer.host(), down, worker->offer.name()}, worker});
+  }
+  for (auto& [place, worker] : places) std::get<0>(place) = of_host.at(worker->offer.host());
+  std::sort(places.begin(), places.end());
+  std::vector<const Worker*> by_place;
+  for (const auto& [place, worker] : places) by_place.push_back(worker);
+  return by_place;
+}
+
+int Membership::workers_to_stay() const {
+  return static_cast<int>(std::count_if(workers_.begin(), workers_.end(),
+                                        [](const auto& entry) { return !entry.second.leaving; }));
 }
 
 int Membership::ranks() const {
   int ranks = 0;
-  for (const Worker* worker : ByPlace()) ranks += static_cast<int>(worker->offer.ranks());
+  for (const auto& [connection, worker] : workers_) {
+    if (!worker.leaving) ranks += static_cast<int>(worker.offer.ranks());
+  }
   return ranks;
 }
 
@@ -358,43 +423,18 @@ double Membership::peak_flops() const {
 }
 
 PoolCapacity CapacityOf(const std::vector<const Membership::Worker*>& workers, const Topology& links) {
-  PoolCapacity capacity;
-  int64_t tightest = kNoLimit, tightest_sharing = kNoLimit, tightest_kv = kNoLimit;
-  PlanWeights shared_weights;
-  bool all_could_share = !workers.empty();
-  for (const Membership::Worker* worker : workers) {
-    const v1::Join& offer = worker->offer;
-    const PoolSpeed offered = FromProto(offer.speed());
-    capacity.speed = capacity.ranks == 0 ? offered : SlowerOf(capacity.speed, offered);
-    tightest_kv = std::min(tightest_kv, static_cast<int64_t>(offer.kv_memory_bytes() / offer.ranks()));
-    const PlanWeights weights = FromProto(offer.weights());
-    const bool sharded = weights.mode == WeightMode::kSharded;
-    capacity.rank_weights =
-        MostOf(capacity.rank_weights, sharded ? weights : weights.Share(1, offer.ranks()));
-    tightest = std::min(tightest, RankMemoryBytes(offer, weights, workers.size()));
-    const PlanWeights to_share = FromProto(offer.shared_weights());
-    shared_weights = MostOf(shared_weights, to_share);
-    tightest_sharing = std::min(tightest_sharing, RankMemoryBytes(offer, to_share, workers.size()));
-    all_could_share = all_could_share && offer.has_shared_weights() &&
-                      offer.weight_layout() == workers.front()->offer.weight_layout();
-    capacity.ranks += static_cast<int>(offer.ranks());
-    capacity.kv_on_host = capacity.kv_on_host && offer.kv_on_host();
-    capacity.many_messages = capacity.many_messages && offer.many_messages();
+  PoolCapacity all = CapacityOfAll(workers, links);
+  PoolSpeed speed;  // of those before
+  for (size_t before = 0; before < workers.size(); ++before) {
+    const PoolSpeed offered = FromProto(workers[before]->offer.speed());
+    const PoolSpeed with = before == 0 ? offered : SlowerOf(speed, offered);
+    if (before > 0 && SecondsPerFlop(with) > kSlower * SecondsPerFlop(speed)) {
+      all.faster_parts.push_back(CapacityOfAll(std::span(workers).first(before), links));
+      all.faster_parts.back().shared_weights.reset();
+    }
+    speed = with;
   }
-  capacity.topology = links;
-  int host = -1;
-  for (size_t i = 0; i < workers.size(); ++i) {
-    if (i == 0 || workers[i]->offer.host() != workers[i - 1]->offer.host()) ++host;
-    capacity.first_seats.push_back(static_cast<int>(capacity.topology.node_of_seat.size()));
-    capacity.topology.node_of_seat.insert(capacity.topology.node_of_seat.end(), workers[i]->offer.ranks(),
-                                          host);
-  }
-  if (tightest != kNoLimit) capacity.rank_memory_bytes = tightest;
-  if (tightest_kv != kNoLimit) capacity.rank_kv_bytes = tightest_kv;
-  if (!all_could_share) return capacity;
-  capacity.shared_weights = shared_weights;
-  if (tightest_sharing != kNoLimit) capacity.shared_rank_memory_bytes = tightest_sharing;
-  return capacity;
+  return all;
 }
 
 std::vector<std::vector<const Membership::Worker*>> DivideWorkers(

@@ -42,10 +42,13 @@ struct PoolCapacity {
   // The same of runs whose workers share the weights instead of streaming them. None: they cannot.
   std::optional<PlanWeights> shared_weights;
   int64_t shared_rank_memory_bytes = 0;
-  std::vector<int> first_seats;  // each worker's first seat
-  bool kv_on_host = true;        // where K and V are kept, they take of no rank's memory
-  int64_t rank_kv_bytes = 0;     // bytes of K and V that the tightest rank may keep
-  bool many_messages = true;     // all workers' messages go on beside compute, many at once
+  std::vector<int> first_seats;    // each worker's first seat
+  bool kv_on_host = true;          // where K and V are kept, they take of no rank's memory
+  int64_t rank_kv_bytes = 0;       // bytes of K and V that the tightest rank may keep
+  bool many_messages = true;       // all workers' messages go on beside compute, many at once
+  bool ranks_share_cores = false;  // those of a worker do: one is faster where others have less to do
+  // The first workers alone, without those after them that are slower, fewest first. None: all are as fast.
+  std::vector<PoolCapacity> faster_parts;
 };
 
 class Membership {
@@ -105,7 +108,9 @@ class Membership {
   Worker* Find(Connection connection);  // null: not a member
   std::set<Connection> Silent(absl::Time now) const;
   const std::map<Connection, Worker>& all() const { return workers_; }
-  std::vector<const Worker*> ByPlace() const;  // who is there to stay, hosts together
+  // Who is there to stay: hosts together, those with a slower worker behind the others, and so on a host.
+  std::vector<const Worker*> ByPlace() const;
+  int workers_to_stay() const;
   double peak_flops() const;
   const Counters& counters() const { return counters_; }
 

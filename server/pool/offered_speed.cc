@@ -72,4 +72,8 @@ PoolSpeed SlowerOf(const PoolSpeed& left, const PoolSpeed& right) {
   return speed;
 }
 
+double SecondsPerFlop(const PoolSpeed& speed) {
+  return 1 / speed.gemm_flops_per_second + 1 / speed.attention_flops_per_second;
+}
+
 }  // namespace meshfill

@@ -21,6 +21,11 @@ PlanWeights FromProto(const v1::Weights& message);
 // processes are taken to share no cores.
 PoolSpeed SlowerOf(const PoolSpeed& left, const PoolSpeed& right);
 
+// By which ranks are compared: seconds of a rank for a FLOP of products and one of attention.
+double SecondsPerFlop(const PoolSpeed& speed);
+// From how many times as many seconds on a rank is slower: measurements of machines of one kind differ, too.
+inline constexpr double kSlower = 1.25;
+
 }  // namespace meshfill
 
 #endif  // MESHFILL_SERVER_POOL_OFFERED_SPEED_H_

@@ -10,6 +10,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
+#include "engine/plan/pass_parts.h"
 #include "engine/prefill_request.h"
 #include "kernels/monotonic_time.h"
 #include "kernels/mutex.h"
@@ -23,8 +24,6 @@
 
 namespace meshfill {
 namespace {
-
-constexpr absl::Duration kRoomTimeout = absl::Seconds(3);  // longest wait of a pack for runs that are stopped
 
 Leader::Options LeaderOptions(const v1::Config& config, const IdentifiedModel& model) {
   const v1::PoolSection& pool = config.pool();
@@ -119,20 +118,18 @@ std::vector<PoolLink> PoolEngine::links() const {
 }
 
 absl::StatusOr<PlanChoice> PoolEngine::MakePlan(int64_t tokens, const PrefillOptions& options) const {
-  PoolCapacity capacity;
-  CachedPrefix cached;
+  RETURN_IF_ERROR(CheckPromptOptions(model_.shape, model_name(), tokens, options));
+  std::vector<PlanSite> sites;
   {
     const MutexLock lock(mu_);
-    capacity = leader_.capacity();
-    cached = leader_.kv().LookUpPrefix(options);
-    const std::optional<PoolCapacity> submesh =
-        options.submeshes > 1 ? leader_.SubmeshCapacity(options.submeshes) : std::nullopt;
-    if (submesh.has_value()) capacity = *submesh;
-    // On another sub-mesh than that which has it, it is of no use.
-    if (submesh.has_value() && cached.ranks != capacity.ranks) cached = {};
+    sites = leader_.SitesFor(options);
   }
-  RETURN_IF_ERROR(CheckPromptOptions(model_.shape, model_name(), tokens, options));
-  return PlanFor(capacity, tokens, options, cached);
+  absl::StatusOr<PlanChoice> best = absl::InternalError("no plan");
+  for (const PlanSite& site : sites) {
+    absl::StatusOr<PlanChoice> choice = PlanFor(site.capacity, tokens, options, site.cached);
+    if (&site == &sites.front() || IsFaster(choice, best)) best = std::move(choice);
+  }
+  return best;
 }
 
 std::vector<SubmeshSeconds> PoolEngine::Submeshes(int64_t tokens, const PrefillOptions& options) const {
@@ -140,7 +137,7 @@ std::vector<SubmeshSeconds> PoolEngine::Submeshes(int64_t tokens, const PrefillO
   {
     const MutexLock lock(mu_);
     if (!leader_.SubmeshCapacity(2).has_value()) return {};
-    most = std::min(leader_.workers_to_stay(), capacity());
+    most = std::min(leader_.workers_to_stay(), kMostSubmeshes);
   }
   return SubmeshesUpTo(most, options,
                        [&](const PrefillOptions& on_submesh) { return MakePlan(tokens, on_submesh); });
@@ -148,19 +145,21 @@ std::vector<SubmeshSeconds> PoolEngine::Submeshes(int64_t tokens, const PrefillO
 
 int64_t PoolEngine::CachedTokens(int64_t tokens, const PrefillOptions& options) const {
   const MutexLock lock(mu_);
-  return UsableTokensOf(leader_.kv().LookUpPrefix(options), defaults_, tokens, options);
+  return UsableTokensOf(KvDirectory::Describe(leader_.kv().LookUpPrefix(options)), defaults_, tokens,
+                        options);
 }
 
 absl::StatusOr<PlanChoice> PoolEngine::PlanFor(const PoolCapacity& capacity, int64_t tokens,
                                                const PrefillOptions& options,
                                                const CachedPrefix& cached) const {
-  return correction_.Plan(capacity.speed, capacity.topology,
-                          [&](const PoolSpeed& speed, const Topology& topology) {
-                            PoolCapacity corrected = capacity;
-                            corrected.speed = speed;
-                            corrected.topology = topology;
-                            return PlanForPool(model_.shape, defaults_, corrected, tokens, options, cached);
-                          });
+  return PlanOnFastest(capacity, options, [&](const PoolCapacity& part) {
+    return correction_.Plan(part.speed, part.topology, [&](const PoolSpeed& speed, const Topology& topology) {
+      PoolCapacity corrected = part;
+      corrected.speed = speed;
+      corrected.topology = topology;
+      return PlanForPool(model_.shape, defaults_, corrected, tokens, options, cached);
+    });
+  });
 }
 
 absl::StatusOr<std::unique_ptr<Prefill>> PoolEngine::Start(const PrefillRequest& request,
@@ -202,18 +201,26 @@ PackRoom PoolEngine::pack_room() const {
 PackShare PoolEngine::ShareOfPack(int64_t tokens, const PrefillOptions& options) const {
   const MutexLock lock(mu_);
   // Behind what is cached of it a prompt runs by itself, on the ranks that have that.
-  if (UsableTokensOf(leader_.kv().LookUpPrefix(options), defaults_, tokens, options) > 0) return {};
-  return ShareOnRank(leader_.RankCapacity(), tokens, options);
+  if (UsableTokensOf(KvDirectory::Describe(leader_.kv().LookUpPrefix(options)), defaults_, tokens, options) >
+      0)
+    return {};
+  const std::optional<PoolCapacity> rank = leader_.RankCapacity();
+  const std::optional<PlanChoice> on_rank = PlanOnRank(rank, tokens, options);
+  return on_rank.has_value() ? ShareOf(*on_rank, *rank) : PackShare();
 }
 
-PackShare PoolEngine::ShareOnRank(const std::optional<PoolCapacity>& rank, int64_t tokens,
-                                  const PrefillOptions& options) const {
+PackShare PoolEngine::ShareOf(const PlanChoice& on_rank, const PoolCapacity& rank) const {
+  return PackShareOf(model_.shape, rank.speed, correction_.factors(), on_rank.plan, /*pass_bytes=*/0);
+}
+
+std::optional<PlanChoice> PoolEngine::PlanOnRank(const std::optional<PoolCapacity>& rank, int64_t tokens,
+                                                 const PrefillOptions& options) const {
   if (pack_room_.ranks == 0 || !rank.has_value() || tokens > pack_room_.rank_tokens) return {};
   if (ChoosesMesh(options) || !CheckPromptOptions(model_.shape, model_name(), tokens, options).ok())
     return {};
-  const absl::StatusOr<PlanChoice> choice = PlanFor(*rank, tokens, options, CachedPrefix());
+  absl::StatusOr<PlanChoice> choice = PlanFor(*rank, tokens, options, CachedPrefix());
   if (!choice.ok() || !choice->pieces.empty()) return {};
-  return PackShareOf(model_.shape, rank->speed, correction_.factors(), choice->plan, /*pass_bytes=*/0);
+  return *std::move(choice);
 }
 
 PackRoom PoolEngine::MeasurePackRoom() const {
@@ -235,22 +242,24 @@ absl::StatusOr<std::vector<std::unique_ptr<Prefill>>> PoolEngine::StartPack(
   for (const PrefillRequest& request : requests) RETURN_IF_ERROR(Check(request));
   std::vector<std::unique_ptr<Run>> runs;  // they take the mutex where they go
   const MutexLock lock(mu_);
-  // What others that are cancelled meanwhile take is not waited for.
-  const absl::Time deadline = MonotonicNow() + kRoomTimeout;
-  while (leader_.MakesRoom() && MonotonicNow() < deadline) changed_.WaitFor(mu_, kTick);
+  const absl::Time since = MonotonicNow();
+  while (leader_.MayGetRoom(since, MonotonicNow())) changed_.WaitFor(mu_, kTick);
   RETURN_IF_ERROR(CheckRoom());
   const std::optional<PoolCapacity> rank = leader_.RankCapacity();
   Pack pack(pack_room_);
   std::vector<Leader::PackedRequest> packed;
   std::map<int, double> tokens_of_rank;
+  std::vector<std::vector<PartSeconds>> parts_of_rank(static_cast<size_t>(pack_room_.ranks));
   for (size_t i = 0; i < requests.size(); ++i) {
     const int64_t tokens = std::ssize(requests[i].tokens);
-    const std::optional<int> of = pack.Add(ShareOnRank(rank, tokens, requests[i].options));
+    const std::optional<PlanChoice> on_rank = PlanOnRank(rank, tokens, requests[i].options);
+    const std::optional<int> of = on_rank.has_value() ? pack.Add(ShareOf(*on_rank, *rank)) : std::nullopt;
     if (!of.has_value())
       return absl::FailedPreconditionError("the prompt is too long by now to share a pass");
     runs.push_back(std::make_unique<Run>(*this, requests[i], observers[i]));
     packed.push_back({.request = runs.back()->ForLeader(), .rank = *of});
     tokens_of_rank[*of] += static_cast<double>(tokens);
+    parts_of_rank[static_cast<size_t>(*of)].push_back(on_rank->plan.predicted.parts);
   }
   for (Leader::PackedRequest& each : packed) {
     each.share = static_cast<double>(each.request.tokens.size()) / tokens_of_rank.at(each.rank);
@@ -258,7 +267,17 @@ absl::StatusOr<std::vector<std::unique_ptr<Prefill>>> PoolEngine::StartPack(
   const bool alone = leader_.empty();
   const std::vector<Leader::Ticket> tickets = leader_.SubmitPack(packed, pack.seconds(), MonotonicNow());
   ++last_pack_;
-  for (size_t i = 0; i < tickets.size(); ++i) runs[i]->Attach(tickets[i], last_pack_);
+  std::vector<PartSeconds> passes;  // by rank
+  for (const auto& parts : parts_of_rank) passes.push_back(PassParts(model_.shape, rank->speed, parts));
+  const PoolCapacity all = leader_.capacity();
+  // Of ranks that differ, the speed that all are predicted with is not that of each.
+  const bool tells = all.faster_parts.empty() && TellsOfSpeed(passes, all.ranks_share_cores);
+  std::set<int> told;  // the first prompt of each rank tells of it
+  for (size_t i = 0; i < tickets.size(); ++i) {
+    runs[i]->Attach(tickets[i], last_pack_);
+    const int of = packed[i].rank;
+    if (tells && told.insert(of).second) runs[i]->TellOfPass(passes[static_cast<size_t>(of)]);
+  }
   DoActions();
   if (tickets.empty() && alone) return absl::FailedPreconditionError("the pass does not fit the workers");
   if (tickets.empty()) return absl::ResourceExhaustedError("the workers have no room for the pass by now");

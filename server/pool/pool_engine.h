@@ -90,9 +90,11 @@ class PoolEngine final : public PrefillEngine, private ControlService::Listener 
   absl::Status Check(const PrefillRequest& request) const;
   // RESOURCE_EXHAUSTED: as many live as may, of whom a pack is one.
   absl::Status CheckRoom() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  // Behind nothing that is cached.
-  PackShare ShareOnRank(const std::optional<PoolCapacity>& rank, int64_t tokens,
-                        const PrefillOptions& options) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // The prompt on one rank, behind nothing that is cached. Nothing: it shares no pass.
+  std::optional<PlanChoice> PlanOnRank(const std::optional<PoolCapacity>& rank, int64_t tokens,
+                                       const PrefillOptions& options) const
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  PackShare ShareOf(const PlanChoice& on_rank, const PoolCapacity& rank) const;
   PackRoom MeasurePackRoom() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   absl::StatusOr<PlanChoice> PlanFor(const PoolCapacity& capacity, int64_t tokens,
                                      const PrefillOptions& options, const CachedPrefix& cached) const;

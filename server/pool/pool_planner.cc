@@ -43,6 +43,11 @@ absl::Status CheckShares(const PoolCapacity& capacity) {
                      capacity.rank_memory_bytes);
 }
 
+// A worker that is idle would keep its share of the weights to itself.
+bool NeedsAllRanks(const PoolCapacity& capacity, const PrefillOptions& options) {
+  return options.tile.has_value() || capacity.rank_weights.mode == WeightMode::kSharded;
+}
+
 // Plans in pieces where the prompt does not fit whole.
 absl::StatusOr<PlanChoice> PlanInPieces(const ModelShape& model, const EngineOptions& defaults,
                                         const PoolCapacity& capacity, PlanRequest request, int ranks,
@@ -63,9 +68,7 @@ absl::StatusOr<PlanChoice> PlanAll(const ModelShape& model, const EngineOptions&
     return absl::UnavailableError("the pool has no workers; start some, or try again later");
   }
   RETURN_IF_ERROR(CheckShares(capacity));
-  // A worker that is idle would keep its share of the weights to itself.
-  const bool all = options.tile.has_value() || capacity.rank_weights.mode == WeightMode::kSharded;
-  const int idle = all ? 0 : std::min(kMostIdleRanks, capacity.ranks / 4);
+  const int idle = NeedsAllRanks(capacity, options) ? 0 : std::min(kMostIdleRanks, capacity.ranks / 4);
   PlanRequest request = RequestOf(defaults, capacity, tokens, options);
   absl::StatusOr<PlanChoice> best = absl::InternalError("no plan");
   std::vector<PlanCandidate> candidates;
@@ -173,6 +176,18 @@ int64_t UsableTokensOf(const CachedPrefix& cached, const EngineOptions& defaults
 
 bool IsFaster(const absl::StatusOr<PlanChoice>& other, const absl::StatusOr<PlanChoice>& best) {
   return other.ok() && (!best.ok() || other->plan.predicted.seconds < best->plan.predicted.seconds);
+}
+
+absl::StatusOr<PlanChoice> PlanOnFastest(
+    const PoolCapacity& capacity, const PrefillOptions& options,
+    const std::function<absl::StatusOr<PlanChoice>(const PoolCapacity& part)>& plan) {
+  absl::StatusOr<PlanChoice> best = plan(capacity);
+  if (NeedsAllRanks(capacity, options)) return best;
+  for (const PoolCapacity& part : capacity.faster_parts) {
+    absl::StatusOr<PlanChoice> choice = plan(part);
+    if (IsFaster(choice, best)) best = std::move(choice);
+  }
+  return best;
 }
 
 absl::StatusOr<PlanChoice> PlanForPool(const ModelShape& model, const EngineOptions& defaults,

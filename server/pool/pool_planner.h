@@ -2,6 +2,7 @@
 #ifndef MESHFILL_SERVER_POOL_POOL_PLANNER_H_
 #define MESHFILL_SERVER_POOL_POOL_PLANNER_H_
 
+#include <functional>
 #include <vector>
 
 #include "absl/status/statusor.h"
@@ -41,6 +42,13 @@ absl::Status CheckShares(const PlanWeights& one, int workers, int64_t memory_byt
 absl::StatusOr<PlanChoice> PlanForPool(const ModelShape& model, const EngineOptions& defaults,
                                        const PoolCapacity& capacity, int64_t tokens,
                                        const PrefillOptions& options, const CachedPrefix& cached = {});
+
+// The fastest of what `plan` plans on all of the pool and on each of its faster parts, where the others are
+// idle. A tile that the caller fixed is for all ranks, and workers that share weights all take part. Errors:
+// those of the plan on all, where no part has a plan.
+absl::StatusOr<PlanChoice> PlanOnFastest(
+    const PoolCapacity& capacity, const PrefillOptions& options,
+    const std::function<absl::StatusOr<PlanChoice>(const PoolCapacity& part)>& plan);
 
 // How many of the tokens that are cached of a prompt of `tokens` a run can reuse.
 int64_t UsableTokensOf(const CachedPrefix& cached, const EngineOptions& defaults, int64_t tokens,

@@ -49,11 +49,19 @@ void PoolEngine::Run::Attach(Leader::Ticket ticket, uint64_t pack) {
   engine_.runs_[ticket] = this;
 }
 
+void PoolEngine::Run::TellOfPass(const PartSeconds& predicted) {
+  engine_.mu_.AssertHeld();
+  of_pass_ = predicted;
+}
+
 absl::Status PoolEngine::Run::Submit() {
   engine_.mu_.AssertHeld();
-  Attach(engine_.leader_.Submit(ForLeader(), MonotonicNow()), /*pack=*/0);
+  const absl::Time since = MonotonicNow();
+  Attach(engine_.leader_.Submit(ForLeader(), since), /*pack=*/0);
   engine_.DoActions();
-  while (engine_.leader_.Undecided(ticket_)) engine_.changed_.WaitFor(engine_.mu_, kTick);
+  while (engine_.leader_.Undecided(ticket_, since, MonotonicNow())) {
+    engine_.changed_.WaitFor(engine_.mu_, kTick);
+  }
   if (!engine_.leader_.CrowdedOut(ticket_)) return absl::OkStatus();
   return absl::ResourceExhaustedError(
       "the workers have no room for the prefill beside those that live; wait for the end of one");
@@ -106,14 +114,21 @@ absl::StatusOr<PrefillResult> PoolEngine::Run::Wait() {
   result.mfu /= run.pack_share;  // of the rank, while it computed it and others
   result.pack_prompts = run.pack_prompts;
   // A run that measured the links was planned without knowing them: it says nothing of the predictions to
-  // come. Nor does one that shared its pass.
-  if (!run.probed && run.pack_prompts == 1) {
-    engine_.correction_.Observe(result.plan.predicted, MeasuredSecondsOf(result));
-  }
+  // come.
+  if (!run.probed) Learn(result, run.pack_share);
   result.lost_seconds = run.lost_seconds;
   result.paused_seconds = run.paused_seconds;
   result.attempts = run.attempts;
   return result;
+}
+
+void PoolEngine::Run::Learn(const PrefillResult& result, double pack_share) {
+  MeasuredSeconds measured = MeasuredSecondsOf(result.prefill_seconds, result.ranks);
+  if (result.pack_prompts == 1) return engine_.correction_.Observe(result.plan.predicted, measured);
+  measured.attention /= pack_share;  // all of it in the pass
+  measured.comm_wait /= pack_share;
+  const MutexLock lock(engine_.mu_);
+  if (of_pass_.has_value()) engine_.correction_.Observe({.parts = *of_pass_}, measured);
 }
 
 void PoolEngine::Run::AddNews(std::vector<News>& news) {

@@ -29,6 +29,8 @@ class PoolEngine::Run final : public Prefill {
   Leader::Request ForLeader() const;
   // It is the leader's request of that ticket, and of the pack of that number; 0: of none.
   void Attach(Leader::Ticket ticket, uint64_t pack);
+  // Its rank's pass is predicted to take that: what it takes tells of all of the rank's prompts.
+  void TellOfPass(const PartSeconds& predicted);
   // To the leader, by itself. RESOURCE_EXHAUSTED: there is no room beside those that live.
   absl::Status Submit();
   uint64_t pack() const;
@@ -53,6 +55,8 @@ class PoolEngine::Run final : public Prefill {
   static constexpr Leader::LayersDone kNothingDone = {.ticket = 0, .layers = 0, .of = 1, .attempt = 1};
 
   void SetPaused(bool paused);
+  // What a run took that was planned with all links known.
+  void Learn(const PrefillResult& result, double pack_share);
   void AddNews(std::vector<News>& news);  // with the engine's mutex held
   absl::StatusOr<Leader::Result> WaitForAnswer();
 
@@ -60,7 +64,8 @@ class PoolEngine::Run final : public Prefill {
   const PrefillRequest request_;
   const std::shared_ptr<Listener> listener_;
   Leader::Ticket ticket_ ABSL_GUARDED_BY(engine_.mu_) = 0;
-  uint64_t pack_ ABSL_GUARDED_BY(engine_.mu_) = 0;                              // 0: it began by itself
+  uint64_t pack_ ABSL_GUARDED_BY(engine_.mu_) = 0;                   // 0: it began by itself
+  std::optional<PartSeconds> of_pass_ ABSL_GUARDED_BY(engine_.mu_);  // its rank's; none: another tells of it
   Leader::LayersDone layers_done_ ABSL_GUARDED_BY(engine_.mu_) = kNothingDone;  // of all pieces
   Leader::LayersDone told_ ABSL_GUARDED_BY(engine_.mu_) = kNothingDone;
   std::optional<absl::StatusOr<Leader::Result>> answer_ ABSL_GUARDED_BY(engine_.mu_);

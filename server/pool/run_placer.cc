@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "kernels/return_if_error.h"
+#include "server/pool/offered_speed.h"
 #include "server/pool/pool_planner.h"
 
 namespace meshfill {
@@ -26,6 +27,7 @@ PoolCapacity OneRankOf(PoolCapacity capacity) {
   capacity.first_seats = {0};
   capacity.topology.node_of_seat = {0};
   capacity.speed.lone_rank_speedup = 1;
+  capacity.faster_parts.clear();
   capacity.shared_weights.reset();
   return capacity;
 }
@@ -64,10 +66,9 @@ std::optional<PlacedRun> RunPlacer::PlaceOnSubmesh(RunId run, LiveRequest& live,
 absl::StatusOr<std::optional<PlacedRun>> RunPlacer::PlaceBehind(RunId run, LiveRequest& live,
                                                                 KvSlabs& prefix) {
   HeldRuns::Workers workers = members_.ByPlace();
-  const bool follows = kv_.CanFollow(prefix, workers);
-  absl::StatusOr<PlanChoice> choice = PlanOn(workers, live, follows ? prefix : KvSlabs());
-  if (prefix.tokens() > 0 && !follows && !SharesAllWeights()) {
-    HeldRuns::Workers holders = kv_.HoldersOf(prefix, workers);
+  absl::StatusOr<PlanChoice> choice =
+      PlanOn(workers, live, kv_.CanFollow(prefix, workers) ? prefix : KvSlabs());
+  if (HeldRuns::Workers holders = HoldersElsewhere(prefix, workers); !holders.empty()) {
     if (absl::StatusOr<PlanChoice> there = PlanOn(holders, live, prefix); IsFaster(there, choice)) {
       choice = std::move(there);
       workers = std::move(holders);
@@ -202,15 +203,45 @@ std::vector<HeldRuns::Workers> RunPlacer::SubmeshesFor(const LiveRequest& live, 
   return meshes;
 }
 
+HeldRuns::Workers RunPlacer::HoldersElsewhere(const KvSlabs& prefix, const HeldRuns::Workers& all) const {
+  if (prefix.tokens() == 0 || kv_.CanFollow(prefix, all) || SharesAllWeights()) return {};
+  return kv_.HoldersOf(prefix, all);
+}
+
+std::vector<PlanSite> RunPlacer::SitesFor(const PrefillOptions& options) const {
+  const KvSlabs prefix = kv_.LookUpPrefix(options);
+  const CachedPrefix cached = KvDirectory::Describe(prefix);
+  if (options.submeshes > 1) {
+    if (std::optional<PoolCapacity> submesh = SubmeshCapacity(options.submeshes)) {
+      // On another sub-mesh than that which has it, it is of no use.
+      const bool has_it = cached.ranks == submesh->ranks;
+      return {{*std::move(submesh), has_it ? cached : CachedPrefix()}};
+    }
+  }
+  const HeldRuns::Workers workers = members_.ByPlace();
+  const bool follows = kv_.CanFollow(prefix, workers);
+  std::vector<PlanSite> sites = {{CapacityOn(workers), follows ? cached : CachedPrefix()}};
+  const HeldRuns::Workers holders = HoldersElsewhere(prefix, workers);
+  if (!holders.empty()) sites.push_back({CapacityOn(holders), cached});
+  return sites;
+}
+
 std::optional<PoolCapacity> RunPlacer::SubmeshCapacity(int submeshes) const {
-  if (submeshes > std::ssize(members_.ByPlace()) || SharesAllWeights()) return std::nullopt;
-  return CapacityOn(DivideWorkers(members_.ByPlace(), submeshes).front());
+  if (submeshes > members_.workers_to_stay() || SharesAllWeights()) return std::nullopt;
+  std::vector<PoolCapacity> capacities;
+  for (const HeldRuns::Workers& mesh : DivideWorkers(members_.ByPlace(), submeshes)) {
+    capacities.push_back(CapacityOn(mesh));
+  }
+  const auto flops = [](const PoolCapacity& of) { return of.ranks / SecondsPerFlop(of.speed); };
+  return *std::min_element(
+      capacities.begin(), capacities.end(),
+      [&](const PoolCapacity& left, const PoolCapacity& right) { return flops(left) < flops(right); });
 }
 
 // Workers that share weights on their own account would keep other shares for each set of them.
 PoolCapacity RunPlacer::CapacityOn(const HeldRuns::Workers& workers) const {
   PoolCapacity capacity = CapacityOf(workers, survey_.links());
-  if (std::ssize(workers) < std::ssize(members_.ByPlace())) capacity.shared_weights.reset();
+  if (std::ssize(workers) < members_.workers_to_stay()) capacity.shared_weights.reset();
   return capacity;
 }
 

@@ -34,6 +34,12 @@ namespace meshfill {
 using PoolPlanner = std::function<absl::StatusOr<PlanChoice>(
     const PoolCapacity& capacity, int64_t tokens, const PrefillOptions& options, const CachedPrefix& cached)>;
 
+// Workers that a prompt may be planned on, and what these have of it.
+struct PlanSite {
+  PoolCapacity capacity;
+  CachedPrefix cached;
+};
+
 struct PlacedRun {
   HeldRuns::Workers workers;  // by place; the plan has ranks for as many of the first
   Plan plan;
@@ -56,10 +62,15 @@ class RunPlacer {
   void KeepPieces(LiveRequest& live);
   // The worker that has the pool's rank of that number, and which of its ranks that is. None: it is gone.
   std::optional<std::pair<LeaderActions::Connection, int>> PlaceOfRank(int rank) const;
+  // What predictions of a request with these options plan on, as Place does with nothing beside it: the
+  // fastest counts. The whole pool, and the workers that have what is cached of the prompt, where these are
+  // not the pool's first; or a sub-mesh. Not empty.
+  std::vector<PlanSite> SitesFor(const PrefillOptions& options) const;
   // Of any one rank, beside others that compute. None: prompts share no pass in this pool, as a worker's rows
   // depend on what is beside them, or its weights are not all there.
   std::optional<PoolCapacity> RankCapacity() const;
-  // Of the smallest of so many sub-meshes. None: there are fewer workers, or they share weights.
+  // Of the one of so many sub-meshes that computes least in a second: the smallest, where all workers are as
+  // fast. None: there are fewer workers, or they share weights.
   std::optional<PoolCapacity> SubmeshCapacity(int submeshes) const;
 
  private:
@@ -76,6 +87,8 @@ class RunPlacer {
   absl::StatusOr<PlanChoice> PlanOn(const HeldRuns::Workers& workers, const LiveRequest& live,
                                     const KvSlabs& prefix) const;
   PoolCapacity CapacityOn(const HeldRuns::Workers& workers) const;
+  // Who of `all` has the prefix, where a run on all could not be behind it. Empty: nobody, or one can.
+  HeldRuns::Workers HoldersElsewhere(const KvSlabs& prefix, const HeldRuns::Workers& all) const;
   // The request's sub-meshes, the one that it is to take first. Empty: it runs on the whole pool.
   std::vector<HeldRuns::Workers> SubmeshesFor(const LiveRequest& live, const KvSlabs& prefix) const;
   bool SharesAllWeights() const;  // the workers do, in each run

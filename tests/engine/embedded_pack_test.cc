@@ -15,10 +15,12 @@
 #include "engine/embedded_engine.h"
 #include "engine/kv/block_hash.h"
 #include "engine/model/make_model.h"
+#include "engine/platforms.h"
 #include "engine/prefill_engine.h"
 #include "kernels/cpu/cpu_device.h"
 #include "kernels/monotonic_time.h"
 #include "kernels/mutex.h"
+#include "tests/engine/devices/toy/toy_platform.h"
 #include "tests/engine/kept_kv.h"
 #include "tests/engine/random_seed.h"
 #include "tests/engine/temp_folder.h"
@@ -138,6 +140,47 @@ class EmbeddedPackTest : public testing::Test {
   const uint64_t seed_ = TestSeed();
   std::mt19937_64 random_{seed_};
 };
+
+// On toys, which share passes on any machine. Speeds that say far longer than a pass takes on any machine.
+// Of ranks with cores of their own, the longest tells; ranks that share cores tell where all compute as long.
+TEST(EmbeddedPack, LearnsWhatPassesTake) {
+  static const bool registered = [] {
+    RegisterPlatform(MakeToyPlatform());
+    return true;
+  }();
+  ASSERT_TRUE(registered);
+  std::mt19937_64 random(TestSeed());
+  const auto learns = [&](double lone_rank_speedup, WeightMode weights, int64_t other_tokens) {
+    const auto engine = LoadEmbeddedEngine(
+        {.model_path = ModelFolder(),
+         .ranks = 2,
+         .device = "toy",
+         .dtype = DType::kF32,
+         .weights = weights,
+         .peak_flops = 1e12,
+         .speed = PoolSpeed{
+             .gemm_flops_per_second = 1e5, .slice_seconds = 10, .lone_rank_speedup = lone_rank_speedup}});
+    EXPECT_TRUE(engine.ok()) << engine.status();
+    if (!engine.ok()) return false;
+    const auto predicted = [&] { return (*engine)->ShareOfPack(30, {}).pass_seconds; };
+    const double before = predicted();
+    EXPECT_GT(before, 1);
+    for (int pass = 0; pass < 3; ++pass) {
+      Backlog backlog({RandomPrompt(60, random), RandomPrompt(other_tokens, random)}, **engine);
+      auto prefills = (*engine)->StartPack(backlog.requests, backlog.observers);
+      EXPECT_TRUE(prefills.ok()) << prefills.status();
+      if (!prefills.ok()) return false;
+      for (const auto& prefill : *prefills) EXPECT_TRUE(prefill->Wait().ok());
+    }
+    EXPECT_LE(predicted(), before);
+    return predicted() < 0.9 * before;
+  };
+  EXPECT_TRUE(learns(1, WeightMode::kResident, 60));
+  EXPECT_TRUE(learns(1, WeightMode::kResident, 2));
+  EXPECT_TRUE(learns(2, WeightMode::kResident, 60));
+  EXPECT_FALSE(learns(2, WeightMode::kResident, 2));
+  EXPECT_FALSE(learns(1, WeightMode::kStreamed, 60)) << "their file decides";
+}
 
 TEST(EmbeddedPack, IsOfDevicesWhoseProductsAllowIt) {
   const auto engine = Load(2);

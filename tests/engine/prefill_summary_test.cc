@@ -49,12 +49,12 @@ TEST(MeasuredSecondsTest, AreThoseOfTheAverageRank) {
         waits += stats.wait_seconds[traffic];
       }
     }
-    const MeasuredSeconds measured = MeasuredSecondsOf(result);
+    const MeasuredSeconds measured = MeasuredSecondsOf(result.prefill_seconds, result.ranks);
     EXPECT_EQ(measured.all, result.prefill_seconds);
     EXPECT_NEAR(measured.attention, attention / ranks, 1e-12);
     EXPECT_NEAR(measured.comm_wait, waits / ranks, 1e-12);
   }
-  EXPECT_EQ(MeasuredSecondsOf(NoRanksTold()).comm_wait, 0) << "no rank told anything";
+  EXPECT_EQ(MeasuredSecondsOf(1, {}).comm_wait, 0) << "no rank told anything";
 }
 
 TEST(SummarisePrefillTest, StatesWhatTheSlowestRankTook) {

@@ -1,4 +1,10 @@
 // The two ends of the control stream against each other, in plain text and in TLS.
+#include <arpa/inet.h>
+#include <netinet/in.h>
+#include <poll.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
 #include <condition_variable>
 #include <cstddef>
 #include <cstdlib>
@@ -228,6 +234,30 @@ TEST_F(ControlStreamTest, GoesThroughNoProxy) {
   EXPECT_EQ(leader_.Next(), "connected 1");
   EXPECT_EQ(leader_.Next(), "1 says x");
   unsetenv("grpc_proxy");
+}
+
+// A leader that takes a call and says nothing does not hold up the next attempt.
+TEST_F(ControlStreamTest, EachAttemptCallsTheLeaderAnew) {
+  const int leader = socket(AF_INET, SOCK_STREAM, 0);
+  sockaddr_in here = {};
+  here.sin_family = AF_INET;
+  here.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  socklen_t length = sizeof(here);
+  ASSERT_EQ(bind(leader, reinterpret_cast<sockaddr*>(&here), length), 0);
+  ASSERT_EQ(getsockname(leader, reinterpret_cast<sockaddr*>(&here), &length), 0);
+  ASSERT_EQ(listen(leader, 2), 0);
+  auto client = ControlClient::Make(absl::StrCat("127.0.0.1:", ntohs(here.sin_port)), {}, worker_);
+  ASSERT_TRUE(client.ok()) << client.status();
+  std::vector<int> calls;
+  for (const ControlClient::Connection attempt : {1, 2}) {
+    (*client)->Connect(attempt);
+    pollfd called = {.fd = leader, .events = POLLIN, .revents = 0};
+    EXPECT_EQ(poll(&called, 1, /*timeout=*/10'000), 1) << "attempt " << attempt;
+    if (called.revents != 0) calls.push_back(accept(leader, nullptr, nullptr));
+  }
+  client->reset();
+  for (const int call : calls) close(call);
+  close(leader);
 }
 
 // Somebody else's server, which answers in its own way, is not said to be away.

@@ -1,8 +1,10 @@
 // More requests than the workers have memory for: which begin beside others, and which wait for memory.
+#include <memory>
 #include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "engine/kv/block_hash.h"
 #include "tests/server/pool/leader_fixture.h"
 
 namespace meshfill {
@@ -24,8 +26,13 @@ class CrowdedLeaderTest : public LeaderFixture {
   }
   Leader::Ticket SubmitTokens(size_t tokens) {
     Submit(std::vector<uint32_t>(tokens, 1));
+    submitted_at_ = now_;
     return newest_;
   }
+  // The newest one.
+  bool Undecided(Leader::Ticket ticket) { return leader_.Undecided(ticket, submitted_at_, now_); }
+
+  absl::Time submitted_at_;
 };
 
 TEST_F(CrowdedLeaderTest, BeginsBesideOthersWhatTheWorkersHaveMemoryFor) {
@@ -42,15 +49,15 @@ TEST_F(CrowdedLeaderTest, BeginsBesideOthersWhatTheWorkersHaveMemoryFor) {
   EXPECT_EQ(planned_with_.size(), planned) << "nothing has changed: no need to plan again";
   leader_.CancelRequest(large, absl::CancelledError("the client left"), now_);
   Do();
-  EXPECT_FALSE(leader_.CrowdedOut(other)) << "a run stops: it may have room in a moment";
-  EXPECT_TRUE(leader_.Undecided(other));
+  submitted_at_ = now_;
+  EXPECT_TRUE(Undecided(other)) << "a run stops: it may have room in a moment";
   EXPECT_EQ(leader_.run_of(other), 0u) << "not before its memory is free";
   run_ = 1;
   Stopped(1);
   EXPECT_EQ(leader_.run_of(other), 0u);
   Stopped(2);
   EXPECT_NE(leader_.run_of(other), 0u);
-  EXPECT_FALSE(leader_.Undecided(other));
+  EXPECT_FALSE(leader_.CrowdedOut(other));
 }
 
 TEST_F(CrowdedLeaderTest, WhatStopsMayLeaveTooLittleRoom) {
@@ -60,13 +67,12 @@ TEST_F(CrowdedLeaderTest, WhatStopsMayLeaveTooLittleRoom) {
   leader_.CancelRequest(small, absl::CancelledError("the client left"), now_);
   Do();
   const Leader::Ticket other = SubmitTokens(4096);
-  EXPECT_TRUE(leader_.Undecided(other));
+  EXPECT_TRUE(Undecided(other));
   run_ = 2;
   Stopped(1);
-  EXPECT_TRUE(leader_.Undecided(other));
-  EXPECT_FALSE(leader_.CrowdedOut(other));
+  EXPECT_TRUE(Undecided(other));
   Stopped(2);
-  EXPECT_FALSE(leader_.Undecided(other));
+  EXPECT_FALSE(Undecided(other));
   EXPECT_TRUE(leader_.CrowdedOut(other)) << "the first still has its memory";
   leader_.CancelRequest(large, absl::CancelledError("the client left"), now_);
   Do();
@@ -74,6 +80,44 @@ TEST_F(CrowdedLeaderTest, WhatStopsMayLeaveTooLittleRoom) {
   Stopped(1);
   Stopped(2);
   EXPECT_NE(leader_.run_of(other), 0u);
+}
+
+// One run after the other is stopped, so that some run stops at each moment.
+TEST_F(CrowdedLeaderTest, TheWaitForWhatStopsEnds) {
+  SubmitTokens(4096);
+  std::vector<Leader::Ticket> small;
+  for (int i = 0; i < 4; ++i) small.push_back(SubmitTokens(64));
+  const Leader::Ticket other = SubmitTokens(4096);
+  const absl::Time since = now_;
+  for (size_t i = 0; i < small.size(); ++i) {
+    leader_.CancelRequest(small[i], absl::CancelledError("the client left"), now_);
+    Do();
+    Pass(absl::Milliseconds(750), {1, 2});
+    ASSERT_TRUE(leader_.MakesRoom());
+    EXPECT_EQ(Undecided(other), now_ - since < absl::Seconds(3)) << now_ - since;
+    EXPECT_EQ(leader_.MayGetRoom(since, now_), now_ - since < absl::Seconds(3)) << "as long for a pack";
+    if (i + 1 == small.size()) break;
+    run_ = i + 2;
+    Stopped(1);
+    Stopped(2);
+  }
+  EXPECT_TRUE(leader_.CrowdedOut(other));
+}
+
+TEST_F(CrowdedLeaderTest, TheOnlyOneTakesTheRoomOfWhatStops) {
+  const Leader::Ticket first = SubmitTokens(4096);
+  leader_.CancelRequest(first, absl::CancelledError("the client left"), now_);
+  Do();
+  const Leader::Ticket second = SubmitTokens(4096);
+  EXPECT_EQ(leader_.run_of(second), 0u);
+  EXPECT_FALSE(leader_.CrowdedOut(second)) << "nothing is left to decide: whoever waits may withdraw it";
+  const Leader::Ticket third = SubmitTokens(4096);
+  EXPECT_TRUE(Undecided(third)) << "the second one may leave it no room";
+  run_ = 1;
+  Stopped(1);
+  Stopped(2);
+  EXPECT_NE(leader_.run_of(second), 0u);
+  EXPECT_TRUE(leader_.CrowdedOut(third));
 }
 
 TEST_F(CrowdedLeaderTest, RunsThatStandStillGoOnWhileAnotherWaitsForTheirMemory) {
@@ -153,6 +197,81 @@ TEST_F(SubmeshesLeaderTest, TakeTheNextOneWhereTheFirstHasNoRoom) {
   EXPECT_EQ(PrepareOf(1, leader_.run_of(other)), nullptr);
 }
 
+// Who has it is slow, and sits behind a fast one that came later.
+TEST_F(SubmeshesLeaderTest, PredictsTheWorkersThatHaveWhatIsCached) {
+  const auto join = [&](Leader::Connection worker, double gemm_flops) {
+    v1::Join offer = Offer(absl::StrCat("w", worker));
+    offer.set_kv_memory_bytes(1 << 22);
+    offer.mutable_speed()->set_gemm_flops_per_second(gemm_flops);
+    offer.mutable_speed()->set_attention_flops_per_second(gemm_flops);
+    ASSERT_EQ(Join(worker, offer), "");
+  };
+  join(1, 1e9);
+  const std::vector<uint32_t> prompt(1024, 2);
+  BlockHasher hasher(/*block_tokens=*/16, "");
+  hasher.Append(prompt);
+  const PrefillOptions options = {.block_names = std::make_shared<const KvBlockNames>(
+                                      KvBlockNames{.tenant = "t", .hashes = hasher.hashes()})};
+  EXPECT_EQ(leader_.SitesFor(options).size(), 1u);
+  Submit(prompt, options);
+  Prepare({1});
+  RankDone(1, 0, kVocab);
+  ASSERT_EQ(answers_.size(), 1u);
+  ASSERT_EQ(leader_.SitesFor(options).size(), 1u);
+  EXPECT_GT(leader_.SitesFor(options)[0].cached.tokens, 0);
+  join(2, 4e9);
+  const std::vector<PlanSite> sites = leader_.SitesFor(options);
+  ASSERT_EQ(sites.size(), 2u);
+  EXPECT_EQ(sites[0].capacity.ranks, 2);
+  EXPECT_EQ(sites[0].cached.tokens, 0);
+  EXPECT_EQ(sites[1].capacity.ranks, 1);
+  EXPECT_EQ(sites[1].capacity.speed.gemm_flops_per_second, 1e9);
+  const auto behind =
+      PlanForPool(Shape(), EngineOptions(), sites[1].capacity, 1024, options, sites[1].cached);
+  ASSERT_TRUE(behind.ok()) << behind.status();
+  EXPECT_GT(behind->plan.cached_tokens, 0);
+  Submit(prompt, options);
+  ASSERT_NE(PrepareOf(1, leader_.run_of(newest_)), nullptr);
+  const auto plan = FromRunPlan(PrepareOf(1, leader_.run_of(newest_))->plan());
+  ASSERT_TRUE(plan.ok()) << plan.status();
+  EXPECT_EQ(plan->cached_tokens, behind->plan.cached_tokens);
+  EXPECT_EQ(plan->predicted.seconds, behind->plan.predicted.seconds);
+}
+
+// Both workers hold it, and have memory for a part of the prompt beside what stands still there.
+TEST_F(SubmeshesLeaderTest, WhatIsCachedIsFoundWhereNoneHasRoom) {
+  const auto plan = PlanForPool(Shape(), EngineOptions(), {.ranks = 1}, 1024, {});
+  ASSERT_TRUE(plan.ok()) << plan.status();
+  for (const Leader::Connection worker : {1, 2}) {
+    v1::Join offer = Offer(absl::StrCat("w", worker));
+    offer.set_memory_bytes(static_cast<uint64_t>(plan->plan.predicted.run_bytes * 18 / 10));
+    offer.set_kv_memory_bytes(1 << 20);
+    ASSERT_EQ(Join(worker, offer), "");
+  }
+  const std::vector<uint32_t> prompt(1024, 2);
+  BlockHasher hasher(/*block_tokens=*/16, "");
+  hasher.Append(prompt);
+  PrefillOptions options;
+  options.block_names =
+      std::make_shared<const KvBlockNames>(KvBlockNames{.tenant = "t", .hashes = hasher.hashes()});
+  Submit(prompt, options);
+  Prepare({1, 2});
+  RankDone(1, 0, 0);
+  RankDone(2, 1, kVocab);
+  ASSERT_EQ(answers_.size(), 1u);
+  for (const Leader::Connection worker : {1, 2}) {
+    ASSERT_EQ(leader_.PlaceOf(SubmitOnASubmesh()), worker);
+    leader_.SetPaused(newest_, true, now_);
+  }
+  options.submeshes = 2;
+  Submit(prompt, options);
+  const uint64_t run = leader_.run_of(newest_);
+  for (const Leader::Connection worker : {1, 2}) {
+    ASSERT_NE(PrepareOf(worker, run), nullptr);
+    EXPECT_GT(PrepareOf(worker, run)->plan().cached_tokens(), 0u);
+  }
+}
+
 TEST_F(SubmeshesLeaderTest, ArePlannedForTheSmallest) {
   for (const Leader::Connection worker : {1, 2, 3}) {
     ASSERT_EQ(Join(worker, Offer(absl::StrCat("w", worker))), "");
@@ -162,6 +281,24 @@ TEST_F(SubmeshesLeaderTest, ArePlannedForTheSmallest) {
   EXPECT_EQ(leader_.SubmeshCapacity(2)->ranks, ranks);
   EXPECT_EQ(leader_.SubmeshCapacity(3)->ranks, ranks);
   EXPECT_FALSE(leader_.SubmeshCapacity(4).has_value());
+}
+
+TEST_F(SubmeshesLeaderTest, EachIsAsFastAsItsOwnWorkers) {
+  std::vector<double> seconds;  // on the fast one, and on the slow one
+  for (const double gemm_flops : {50e9, 5e9}) {
+    v1::Join offer = Offer(absl::StrCat("w", gemm_flops));
+    offer.mutable_speed()->set_gemm_flops_per_second(gemm_flops);
+    ASSERT_EQ(Join(static_cast<Leader::Connection>(seconds.size() + 1), offer), "");
+    const PoolCapacity alone = {.ranks = 1, .speed = FromProto(offer.speed())};
+    seconds.push_back(PlanForPool(Shape(), EngineOptions(), alone, 1024, {})->plan.predicted.seconds);
+  }
+  EXPECT_EQ(leader_.SubmeshCapacity(2)->speed.gemm_flops_per_second, 5e9) << "whichever it will be";
+  for (const Leader::Connection worker : {1, 2}) {
+    EXPECT_EQ(leader_.PlaceOf(SubmitOnASubmesh()), worker);
+    const auto plan = FromRunPlan(PrepareOf(worker, leader_.run_of(newest_))->plan());
+    ASSERT_TRUE(plan.ok()) << plan.status();
+    EXPECT_DOUBLE_EQ(plan->predicted.seconds, seconds[worker - 1]);
+  }
 }
 
 TEST_F(SubmeshesLeaderTest, AWorkerThatJoinsBringsRoom) {

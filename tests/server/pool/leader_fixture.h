@@ -81,7 +81,9 @@ class LeaderFixture : public testing::Test {
       : leader_(options, [this](const PoolCapacity& capacity, int64_t tokens, const PrefillOptions& options,
                                 const CachedPrefix& cached) {
           planned_with_.push_back(capacity.topology);
-          auto choice = PlanForPool(Shape(), EngineOptions(), capacity, tokens, options, cached);
+          auto choice = PlanOnFastest(capacity, options, [&](const PoolCapacity& part) {
+            return PlanForPool(Shape(), EngineOptions(), part, tokens, options, cached);
+          });
           if (choice.ok() && std::ssize(placement_.seat_of_rank) == choice->plan.ranks()) {
             choice->plan.placement = placement_;
           }

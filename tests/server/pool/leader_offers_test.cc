@@ -138,6 +138,24 @@ TEST_F(LeaderTest, WeightsAreSharedByAllWorkersOrByNone) {
       << answers_[1].status();
 }
 
+// It leads by its name, and would hold up the others.
+TEST_F(LeaderTest, TheSlowestAreIdle) {
+  for (const Leader::Connection worker : {2, 3}) {
+    ASSERT_EQ(Join(worker, Offer(absl::StrCat("w", worker))), "");
+  }
+  const auto without = PlanForPool(Shape(), EngineOptions(), leader_.capacity(), 4096, {});
+  ASSERT_TRUE(without.ok() && without->plan.ranks() == 2);
+  v1::Join slow = Offer("a");
+  slow.mutable_speed()->set_gemm_flops_per_second(1e9);
+  ASSERT_EQ(Join(1, slow), "");
+  Submit(std::vector<uint32_t>(4096, 1));
+  EXPECT_EQ(PrepareOf(1), nullptr);
+  const v1::Prepare* prepare = PrepareOf(2);
+  ASSERT_NE(prepare, nullptr);
+  ASSERT_NE(PrepareOf(3), nullptr);
+  EXPECT_DOUBLE_EQ(FromRunPlan(prepare->plan())->predicted.seconds, without->plan.predicted.seconds);
+}
+
 // Head groups exchange in slices where all workers' messages go on beside compute, and nobody has said whole.
 TEST_F(LeaderTest, PlansExchangesInSlicesWhereAllWorkersHideThem) {
   const auto exchanges = [this](bool whole) {

@@ -153,6 +153,16 @@ TEST_F(PausesLeaderTest, ARunThatNobodyPausesGoesOnToItsEnd) {
   EXPECT_TRUE(Runs(third));
 }
 
+TEST_F(PausesLeaderTest, ARunWaitsForNoneOnOtherWorkers) {
+  Finish(first_run_);
+  for (const Leader::Connection worker : {1, 2}) {
+    Submit(std::vector<uint32_t>(200, 1), {.submeshes = 2});
+    ASSERT_EQ(leader_.PlaceOf(newest_), worker);
+    Prepare({worker});
+    EXPECT_EQ(Last(worker).run().run(), run_);
+  }
+}
+
 // The second's workers had not computed before.
 TEST_F(PausesLeaderTest, ARunThatIsPausedOnItsWayGivesWay) {
   uint64_t second = 0;

@@ -351,6 +351,16 @@ TEST_F(LeaderRunsTest, AfterALossARequestWaitsAnew) {
   EXPECT_EQ(leader_.counters().retries, 1u);
 }
 
+TEST_F(LeaderRunsTest, ARequestWaitsForTheFirstWorkerFromItsBegin) {
+  now_ += absl::Hours(1);
+  Submit({1, 2, 3});
+  Pass(Options().empty_timeout - absl::Milliseconds(100), {});
+  EXPECT_TRUE(answers_.empty());
+  Pass(absl::Milliseconds(200), {});
+  ASSERT_EQ(answers_.size(), 1u);
+  EXPECT_TRUE(absl::IsUnavailable(answers_[0].status()));
+}
+
 TEST_F(LeaderRunsTest, AfterAPauseARequestWaitsAnew) {
   Submit({1, 2, 3});
   leader_.SetPaused(newest_, true, now_);

@@ -176,6 +176,16 @@ TEST_F(LeaderTest, LogsARefusalOnceAndTakesNoWordFromStrangers) {
   EXPECT_EQ(closed_.back(), 7u) << "a connection that never joins";
 }
 
+TEST_F(LeaderTest, AWorkerMayTakeLongerToJoinThanItMayBeSilent) {
+  leader_.OnConnected(1, now_);
+  Pass(2 * Leader::Options().silence_timeout, {});
+  EXPECT_TRUE(closed_.empty());
+  v1::WorkerMessage message;
+  *message.mutable_join() = Offer("a");
+  Say(1, message);
+  EXPECT_TRUE(sent_[1].back().has_welcome());
+}
+
 TEST_F(LeaderTest, ACrowdThatIsRefusedAgainAndAgainIsLoggedOnce) {
   constexpr int kCrowd = 256;
   for (int round = 0; round < 3; ++round) {

@@ -80,6 +80,23 @@ TEST_F(TwoRunsLeaderTest, APausedRunStandsStillAndDoesNotHang) {
   EXPECT_EQ(answers_.back()->attempts, 1);
 }
 
+TEST_F(TwoRunsLeaderTest, APauseBeforeItsFirstRunIsNoneOfThePrefill) {
+  const Leader::Ticket third = leader_.Submit({.id = "r9", .tokens = tokens_, .options = {}}, now_);
+  SetPaused(third, true);
+  ASSERT_TRUE(leader_.CrowdedOut(third));
+  Pass(absl::Seconds(1), {1, 2});
+  SetPaused(third, false);
+  Finish(first_);
+  Finish(second_);
+  ASSERT_EQ(answers_.size(), 2u);
+  Prepare({1, 2});
+  ASSERT_EQ(run_, leader_.run_of(third));
+  Finish(run_);
+  ASSERT_EQ(answers_.size(), 3u);
+  ASSERT_TRUE(answers_.back().ok()) << answers_.back().status();
+  EXPECT_EQ(answers_.back()->paused_seconds, 0);
+}
+
 TEST_F(TwoRunsLeaderTest, ARunThatHangsBetweenItsPausesIsNoticed) {
   Finish(second_);
   run_ = first_;

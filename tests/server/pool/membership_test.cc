@@ -82,6 +82,59 @@ TEST_F(MembershipTest, SeatsFollowHostsAndThenNames) {
   EXPECT_EQ(capacity.topology.node_of_seat, (std::vector<int>{0, 0, 0, 1}));
 }
 
+TEST_F(MembershipTest, WhoIsSlowerSitsBehindTheOthers) {
+  const auto as_fast = [&](const std::string& name, const std::string& host, double rate) {
+    v1::Join offer = OfHost(name, host, 2);
+    offer.mutable_speed()->set_gemm_flops_per_second(rate * 50e9);
+    offer.mutable_speed()->set_attention_flops_per_second(rate * 50e9);
+    return offer;
+  };
+  ASSERT_EQ(Join(1, as_fast("a", "h1", 0.5)), "");
+  ASSERT_EQ(Join(2, as_fast("b", "h1", 1)), "");
+  ASSERT_EQ(Join(3, as_fast("c", "h2", 1)), "");
+  ASSERT_EQ(Join(4, as_fast("d", "h2", 0.9)), "");
+  ASSERT_EQ(Join(5, as_fast("e", "h0", 0.1)), "");
+  std::string names;
+  for (const Leader::WorkerView& worker : leader_.workers()) names += worker.offer->name();
+  EXPECT_EQ(names, "cdbae") << "hosts together; a tenth is no difference";
+  const PoolCapacity capacity = leader_.capacity();
+  EXPECT_EQ(capacity.topology.node_of_seat, (std::vector<int>{0, 0, 0, 0, 1, 1, 1, 1, 2, 2}));
+  EXPECT_EQ(capacity.speed.gemm_flops_per_second, 5e9);
+  ASSERT_EQ(capacity.faster_parts.size(), 2u);
+  EXPECT_EQ(capacity.faster_parts[0].ranks, 6);
+  EXPECT_EQ(capacity.faster_parts[0].speed.gemm_flops_per_second, 45e9);
+  EXPECT_EQ(capacity.faster_parts[1].ranks, 8);
+  EXPECT_EQ(capacity.faster_parts[1].speed.gemm_flops_per_second, 25e9);
+  EXPECT_EQ(capacity.faster_parts[1].topology.node_of_seat, (std::vector<int>{0, 0, 0, 0, 1, 1, 1, 1}));
+  EXPECT_EQ(capacity.faster_parts[1].first_seats, (std::vector<int>{0, 2, 4, 6}));
+}
+
+TEST_F(MembershipTest, AFasterPartHasItsOwnWorkersMemory) {
+  for (const bool slow : {false, true}) {
+    v1::Join offer = StreamingOffer(slow ? "slow" : "fast", slow ? 4000 : 9000);
+    offer.set_kv_memory_bytes(slow ? 10 : 20);
+    if (slow) offer.mutable_speed()->set_gemm_flops_per_second(1e9);
+    ASSERT_EQ(Join(slow ? 2 : 1, offer), "");
+  }
+  const PoolCapacity capacity = leader_.capacity();
+  EXPECT_EQ(capacity.rank_memory_bytes, 4000);
+  EXPECT_TRUE(capacity.shared_weights.has_value());
+  ASSERT_EQ(capacity.faster_parts.size(), 1u);
+  EXPECT_EQ(capacity.faster_parts[0].rank_memory_bytes, 9000);
+  EXPECT_EQ(capacity.faster_parts[0].rank_kv_bytes, 20);
+  EXPECT_FALSE(capacity.faster_parts[0].shared_weights.has_value()) << "all of the pool have their shares";
+}
+
+TEST_F(MembershipTest, KnowsWhoseRanksShareCores) {
+  ASSERT_EQ(Join(1, Offer("a")), "");
+  EXPECT_FALSE(leader_.capacity().ranks_share_cores);
+  v1::Join two = Offer("b", 2);
+  two.mutable_speed()->set_lone_rank_speedup(1.5);
+  ASSERT_EQ(Join(2, two), "");
+  ASSERT_EQ(Join(3, Offer("c")), "");
+  EXPECT_TRUE(leader_.capacity().ranks_share_cores);
+}
+
 TEST_F(MembershipTest, WhoDrainsCountsNoMore) {
   Join(1, Offer("a"));
   Join(2, Offer("b"));

@@ -1,7 +1,9 @@
 // Cached prefixes in a pool of workers: a prompt that begins like an earlier one gets the answer of a server
 // that computes all, whatever was evicted, lost with a worker, or is another tenant's.
+#include <memory>
 #include <random>
 
+#include "engine/kv/block_hash.h"
 #include "tests/engine/random_seed.h"
 #include "tests/server/pool/pool_cache_fixture.h"
 
@@ -71,6 +73,27 @@ TEST_F(PoolCacheTest, WhatIsLostOrElsewhereIsComputed) {
   ASSERT_TRUE(Eventually([&] { return workers_[2]->gone(); }));
   PrefillAndCompare(*client_, prompt, Header(), "after a drain");
   EXPECT_GE(PrefillAndCompare(*client_, prompt, Header(), "and again"), 768);
+}
+
+// A faster worker comes to the one that has a prompt: it runs there on, and is predicted to.
+TEST_F(PoolCacheTest, PredictsWhereItRuns) {
+  std::mt19937_64 random(TestSeed());
+  StartPool({1});
+  const auto prompt = RandomTokens(random, 900);
+  BlockHasher hasher(/*block_tokens=*/16, "");
+  hasher.Append(prompt);
+  const PrefillOptions options = {
+      .block_names = std::make_shared<const KvBlockNames>(KvBlockNames{.hashes = hasher.hashes()})};
+  ASSERT_TRUE(RunPrefill(*engine_, {prompt, options}).ok());
+  FixSpeeds(SpeedProfile(), {.gemm_flops_per_second = 4e8});
+  AddWorker(1);
+  ASSERT_TRUE(Eventually([&] { return engine_->ranks() == 2; }));
+  const auto choice = engine_->MakePlan(900, options);
+  ASSERT_TRUE(choice.ok()) << choice.status();
+  const auto result = RunPrefill(*engine_, {prompt, options});
+  ASSERT_TRUE(result.ok()) << result.status();
+  EXPECT_GT(result->cached_tokens, 0);
+  EXPECT_EQ(choice->plan.predicted, result->plan.predicted);
 }
 
 // Prompts that grow and branch, kept or not, by two tenants, on workers with too little room for all, one of

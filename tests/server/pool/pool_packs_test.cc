@@ -126,6 +126,40 @@ TEST_F(PoolPacksTest, CountsTheWholePass) {
       << "what a token costs, attention apart";
 }
 
+// Speeds that say far longer than a pass takes on any machine.
+TEST_F(PoolPacksTest, LearnsWhatPassesTake) {
+  FixSpeeds(SpeedProfile(), {.gemm_flops_per_second = 1e5, .slice_seconds = 10});
+  StartToys({1, 2});
+  const double before = engine_->ShareOfPack(15, {}).pass_seconds;
+  EXPECT_GT(before, 1);
+  for (int pass = 0; pass < 3; ++pass) {
+    auto started = StartPack(RandomPrompts(6, 15));
+    ASSERT_TRUE(started.ok()) << started.status();
+    for (const auto& prefill : *started) ASSERT_TRUE(prefill->Wait().ok());
+  }
+  EXPECT_LT(engine_->ShareOfPack(15, {}).pass_seconds, 0.9 * before);
+}
+
+// Who has the cores of an idle rank beside its own is faster than all are together.
+TEST_F(PoolPacksTest, LearnsNothingWhereCoresAreFree) {
+  FixSpeeds(SpeedProfile(), {.gemm_flops_per_second = 1e5, .slice_seconds = 10, .lone_rank_speedup = 2});
+  StartToys({1, 2});
+  const double before = engine_->ShareOfPack(15, {}).pass_seconds;
+  for (const int prompts : {2, 3}) {
+    for (int pass = 0; pass < 3; ++pass) {
+      auto started = StartPack(std::vector(static_cast<size_t>(prompts), RandomTokens(random_, 15)));
+      ASSERT_TRUE(started.ok()) << started.status();
+      for (const auto& prefill : *started) ASSERT_TRUE(prefill->Wait().ok());
+    }
+    const double after = engine_->ShareOfPack(15, {}).pass_seconds;
+    if (prompts == 2) {
+      EXPECT_EQ(after, before);
+    } else {
+      EXPECT_LT(after, 0.9 * before) << "all of them have as much to do";
+    }
+  }
+}
+
 TEST_F(PoolPacksTest, SaysWhatSharesAPass) {
   StartToys({1, 1});
   const int64_t most = engine_->pack_room().rank_tokens;

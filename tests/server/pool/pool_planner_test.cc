@@ -25,6 +25,86 @@ TEST(PoolPlannerTest, PlansOverWhoIsLeft) {
   }
 }
 
+class FasterPartTest : public testing::Test {
+ protected:
+  // Four workers, of which the last is so many times as slow.
+  static PoolCapacity WithSlow(double times) {
+    PoolCapacity capacity = {.ranks = 4, .speed = Slow(times), .first_seats = {0, 1, 2, 3}};
+    capacity.topology.node_of_seat = {0, 1, 2, 3};
+    capacity.faster_parts = {Three(PoolSpeed())};
+    return capacity;
+  }
+  static PoolSpeed Slow(double times) {
+    PoolSpeed speed;
+    speed.gemm_flops_per_second /= times;
+    speed.attention_flops_per_second /= times;
+    return speed;
+  }
+  static PoolCapacity Three(const PoolSpeed& speed) {
+    PoolCapacity capacity = {.ranks = 3, .speed = speed, .first_seats = {0, 1, 2}};
+    capacity.topology.node_of_seat = {0, 1, 2};
+    return capacity;
+  }
+  static absl::StatusOr<PlanChoice> PlanOn(const PoolCapacity& part, const PrefillOptions& options = {}) {
+    return PlanForPool(Shape(), EngineOptions(), part, 4096, options);
+  }
+  static absl::StatusOr<PlanChoice> PlanOnFastestOf(const PoolCapacity& capacity,
+                                                    const PrefillOptions& options = {}) {
+    return PlanOnFastest(capacity, options, [&](const PoolCapacity& part) { return PlanOn(part, options); });
+  }
+};
+
+// Though the slow one has too little memory to take part.
+TEST_F(FasterPartTest, RunsWhereItFits) {
+  PoolCapacity capacity = WithSlow(10);
+  capacity.rank_memory_bytes = 1;
+  ASSERT_FALSE(PlanOn(capacity).ok());
+  const auto choice = PlanOnFastestOf(capacity);
+  ASSERT_TRUE(choice.ok()) << choice.status();
+  EXPECT_EQ(choice->plan, PlanOn(Three(PoolSpeed()))->plan);
+  capacity.faster_parts[0].rank_memory_bytes = 2;
+  EXPECT_EQ(PlanOnFastestOf(capacity).status(), PlanOn(capacity).status());
+}
+
+// As fast as a pool without the one that is idle.
+TEST_F(FasterPartTest, RunsWhereItIsFaster) {
+  for (const double times : {1.0, 1.1, 1.3, 2.0, 10.0}) {
+    SCOPED_TRACE(times);
+    const auto best = PlanOnFastestOf(WithSlow(times));
+    const auto all = PlanOn(WithSlow(times)), three = PlanOn(Three(PoolSpeed()));
+    ASSERT_TRUE(best.ok() && all.ok() && three.ok());
+    EXPECT_EQ(best->plan, IsFaster(three, all) ? three->plan : all->plan);
+    if (times >= 2) {
+      EXPECT_EQ(best->plan, three->plan);
+    }
+  }
+}
+
+TEST_F(FasterPartTest, AFixedTileIsForAllRanks) {
+  const PrefillOptions options = {.tile = Tile{2, 2}};
+  int planned = 0;
+  const auto choice = PlanOnFastest(WithSlow(10), options, [&](const PoolCapacity& part) {
+    ++planned;
+    return PlanOn(part, options);
+  });
+  ASSERT_TRUE(choice.ok()) << choice.status();
+  EXPECT_EQ(planned, 1);
+}
+
+TEST_F(FasterPartTest, SharedWeightsNeedAllWorkers) {
+  PoolCapacity capacity = WithSlow(10);
+  const PlanWeights shared = {
+      .mode = WeightMode::kSharded, .loaded_bytes = 1000, .run_bytes = 100, .layer_bytes = 50};
+  capacity.rank_weights = {.mode = WeightMode::kStreamed, .layer_seconds = 100};
+  capacity.faster_parts[0].rank_weights = capacity.rank_weights;
+  capacity.shared_weights = shared;
+  EXPECT_EQ(PlanOnFastestOf(capacity)->weights.mode, WeightMode::kSharded);
+  EXPECT_EQ(PlanOnFastestOf(capacity)->plan.ranks(), 4) << "three would have to stream them";
+  capacity.shared_weights.reset();
+  capacity.rank_weights = shared;
+  EXPECT_EQ(PlanOnFastestOf(capacity)->plan.ranks(), 4);
+}
+
 TEST(PoolPlannerTest, AFixedTileIsForAllRanks) {
   PrefillOptions options;
   options.tile = Tile{2, 2};
