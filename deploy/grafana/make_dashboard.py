@@ -108,7 +108,7 @@ def rows():
             graph("Slowdown by prompt length", "none",
                   [query("histogram_quantile(0.99, sum by (le, up_to) "
                          f"({rate('meshfill_slowdown_bucket')}))", "up to {{up_to}} tokens")],
-                  "99 % of the requests that ended in the window: wait and prefill over the prefill alone. 1: nobody waited."),
+                  "99 % of the requests that ended in the window: wait and prefill over the prediction for the prompt alone. 1: as if nobody else were there."),
             graph("Prompt length", "short", [query(quantile(share, "meshfill_request_prompt_tokens"), name)
                                              for share, name in ((0.5, "median"), (0.95, "95 %"))],
                   "Tokens of the prompts of requests that were answered in the window."),

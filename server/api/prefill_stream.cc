@@ -237,6 +237,7 @@ absl::Status PrefillStream::FinishUpload() {
   environment_.live.UploadDone(this);
   incoming_ = v1::PrefillRequest();
   PlanComplete();
+  lone_seconds_ = predicted_seconds_;
   ASSIGN_OR_RETURN(const PrefillQueue::Turn turn,
                    slot_->Submit(std::move(tokens_), options_, shared_from_this()));
   options_.submeshes = turn.submeshes;
@@ -382,7 +383,7 @@ void PrefillStream::End(const absl::Status& status) {
     environment_.metrics.OnFirstToken(
         {.seconds = absl::ToDoubleSeconds(now - begin_),
          .upload_seconds = absl::ToDoubleSeconds(complete_at_ - begin_),
-         .slowdown = absl::ToDoubleSeconds(now - complete_at_) / std::max(1e-9, result_.seconds().prefill()),
+         .slowdown = absl::ToDoubleSeconds(now - complete_at_) / std::max(1e-9, lone_seconds_),
          .prompt_tokens = static_cast<int64_t>(header_.token_count()),
          .trace_id = trace_.has_value() ? trace_->trace_id() : RecordedTraceId(traceparent_)});
   } else {
@@ -391,7 +392,8 @@ void PrefillStream::End(const absl::Status& status) {
   }
   environment_.metrics.OnRequestDone(status.code());
   const bool refused = !had_place && !status.ok() && !absl::IsCancelled(status);
-  if (refused) environment_.metrics.OnRequestRefused(RefusalOf(status));
+  const bool lost_place = had_place && RefusalOf(status) == Refusal::kTenantShare;  // to another tenant
+  if (refused || lost_place) environment_.metrics.OnRequestRefused(RefusalOf(status));
   LogEnd();
   Pump();
 }

@@ -145,8 +145,9 @@ class PrefillStream final : public PrefillReactor,
   grpc::ByteBuffer result_event_ ABSL_GUARDED_BY(mu_);         // the result, to be written
   v1::PlanSummary plan_ ABSL_GUARDED_BY(mu_);
   double predicted_seconds_ ABSL_GUARDED_BY(mu_) = 0;
-  absl::Time planned_at_ ABSL_GUARDED_BY(mu_);  // when that was predicted
-  absl::Status status_ ABSL_GUARDED_BY(mu_);    // if ended
+  double lone_seconds_ ABSL_GUARDED_BY(mu_) = 0;  // predicted of the complete prompt, alone on the whole pool
+  absl::Time planned_at_ ABSL_GUARDED_BY(mu_);    // when `predicted_seconds_` was predicted
+  absl::Status status_ ABSL_GUARDED_BY(mu_);      // if ended
   // Logged in place of the status' message, which tells of the prompt; empty: that message is logged.
   absl::string_view logged_message_ ABSL_GUARDED_BY(mu_);
   std::optional<PrefillTrace> trace_ ABSL_GUARDED_BY(mu_);  // none: nobody wants its spans

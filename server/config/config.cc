@@ -21,6 +21,7 @@
 #include "server/config/address.h"
 #include "server/config/config_units.h"
 #include "server/config/config_yaml.h"
+#include "server/config/priority_class.h"
 
 namespace meshfill {
 namespace {
@@ -162,6 +163,8 @@ void ValidateTenant(const v1::Tenant& tenant, const std::string& path, Checker& 
   if (tenant.has_max_requests())
     check.RequireRange(tenant.max_requests(), 1, UINT32_MAX, path + ".max_requests");
   if (tenant.has_max_tokens()) check.RequireRange(tenant.max_tokens(), 1, INT64_MAX, path + ".max_tokens");
+  check.Require(-kTopPriority <= tenant.max_priority() && tenant.max_priority() <= kTopPriority,
+                path + ".max_priority", absl::StrCat("must be from ", -kTopPriority, " to ", kTopPriority));
 }
 
 void ValidateApi(const v1::ApiSection::Tls& tls, Checker& check) {

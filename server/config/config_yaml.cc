@@ -143,6 +143,14 @@ absl::Status SetValue(const std::string& text, bool quoted, const FieldDescripto
     reflection->SetBool(message, &field, text == "true");
     return absl::OkStatus();
   }
+  if (field.cpp_type() == FieldDescriptor::CPPTYPE_INT32) {
+    int32_t number = 0;
+    if (quoted || !absl::SimpleAtoi(text, &number)) {
+      return KeyError(origin, path, absl::StrCat("\"", text, "\" is no whole number; write e.g. -1"));
+    }
+    reflection->SetInt32(message, &field, number);
+    return absl::OkStatus();
+  }
   const bool narrow = field.cpp_type() == FieldDescriptor::CPPTYPE_UINT32;
   const uint64_t largest =
       narrow ? std::numeric_limits<uint32_t>::max() : std::numeric_limits<uint64_t>::max();

@@ -1,4 +1,4 @@
-// What the configuration gives to each tenant: its share of the ranks' time, and its bounds.
+// What the configuration gives to each tenant: its share of the ranks' time and of the queue, and its bounds.
 #ifndef MESHFILL_SERVER_CONFIG_TENANTS_H_
 #define MESHFILL_SERVER_CONFIG_TENANTS_H_
 
@@ -12,10 +12,12 @@
 namespace meshfill {
 
 struct TenantLimits {
-  double weight = 1;                                           // weight of its share beside other tenants
+  // Weight of its share of the ranks' time and of a full queue, beside other tenants.
+  double weight = 1;
   int64_t max_requests = std::numeric_limits<int64_t>::max();  // requests that wait or upload
   int64_t max_tokens = std::numeric_limits<int64_t>::max();    // tokens of the requests that wait or upload
   int64_t max_kv_bytes = std::numeric_limits<int64_t>::max();  // bytes of K and V under its leases
+  int max_priority = std::numeric_limits<int>::max();          // highest class of its requests
 };
 
 class Tenants {
@@ -28,6 +30,8 @@ class Tenants {
     const auto named = named_.find(tenant);
     return named == named_.end() ? others_ : named->second;
   }
+  // Those that the configuration names.
+  const std::map<std::string, TenantLimits>& named() const { return named_; }
 
  private:
   TenantLimits others_;

@@ -73,8 +73,9 @@ class MetricFamilies {
  public:
   Family<Counter>& requests =
       AddCounter("meshfill_requests_total", "Prefill requests that ended, by gRPC status code.");
-  Family<Counter>& refusals = AddCounter("meshfill_requests_refused_total",
-                                         "Of the ended requests, those that had no place, by reason.");
+  Family<Counter>& refusals =
+      AddCounter("meshfill_requests_refused_total",
+                 "Of the ended requests, those that had no place, or lost it, by reason.");
   Counter& dropped_results =
       AddCounter("meshfill_results_dropped_total",
                  "Results that their clients did not read in time, or that gave way to newer ones.")
@@ -92,6 +93,9 @@ class MetricFamilies {
       AddGauge("meshfill_queue_class_requests", "Requests that wait or upload, by priority class.");
   std::array<Gauge*, std::tuple_size_v<decltype(QueueLoad::requests_by_class)>>
       queue_class_requests;  // of the classes, the lowest first
+  Family<Gauge>& queue_tenants = AddGauge(
+      "meshfill_queue_tenant_requests",
+      "Requests that wait or upload, by the tenants that the configuration names; all others: other.");
   Gauge& queue_tokens =
       AddGauge("meshfill_queue_tokens", "Prompt tokens that wait, and that uploads count. Scale on this.")
           .Add({});
@@ -118,8 +122,8 @@ class MetricFamilies {
                     "class before, up to so many tokens.");
   Family<Histogram>& slowdown =
       AddHistograms("meshfill_slowdown",
-                    "From the complete upload to the result, over the prefill's own "
-                    "seconds, by the prompt's length: "
+                    "From the complete upload to the result, over the seconds that were predicted for the "
+                    "prompt alone on the whole pool, by its length: "
                     "longer than the class before, up to so many tokens.");
   Histogram& request_tokens = AddHistogram("meshfill_request_prompt_tokens",
                                            "Tokens of the prompts of finished prefills.", kPromptBuckets);
@@ -277,6 +281,7 @@ class MetricFamilies {
   mutable Mutex mu;
   absl::Time oldest_in_queue ABSL_GUARDED_BY(mu) = absl::InfiniteFuture();
   Gauge* plan_gauge ABSL_GUARDED_BY(mu) = nullptr;  // of plan_info: the one that is set; null: none yet
+  std::map<std::string, Gauge*> queue_of_tenants ABSL_GUARDED_BY(mu);  // of queue_tenants, by name
   // By name: leases, bytes and their bound.
   std::map<std::string, std::array<Gauge*, 3>> kv_of_workers ABSL_GUARDED_BY(mu);
   BucketExemplars ttft_exemplars ABSL_GUARDED_BY(mu);

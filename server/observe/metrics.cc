@@ -182,6 +182,11 @@ void Metrics::SetQueue(const QueueLoad& load) {
     families_->queue_class_requests[i]->Set(static_cast<double>(load.requests_by_class[i]));
   }
   const MutexLock lock(families_->mu);
+  for (const auto& [tenant, requests] : load.requests_by_tenant) {
+    Gauge*& gauge = families_->queue_of_tenants[tenant];
+    if (gauge == nullptr) gauge = &families_->queue_tenants.Add({{"tenant", tenant}});
+    gauge->Set(static_cast<double>(requests));
+  }
   families_->oldest_in_queue = load.oldest;
 }
 

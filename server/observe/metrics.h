@@ -50,6 +50,8 @@ struct QueueLoad {
   int64_t requests = 0;  // requests that wait or upload
   int64_t tokens = 0;
   std::array<int64_t, 5> requests_by_class{};  // these requests by priority, -2 first
+  // These requests by the tenants that the configuration names; all others are "other".
+  std::map<std::string, int64_t> requests_by_tenant = {};
   int64_t running_tokens = 0;
   absl::Time oldest = absl::InfiniteFuture();  // since when the oldest one waits; infinite: none does
 };
@@ -83,7 +85,7 @@ struct KvLoad {
 struct FirstToken {
   double seconds = 0;         // TTFT: to the result
   double upload_seconds = 0;  // to the complete upload
-  double slowdown = 0;        // from the complete upload to the result, over what the prefill took by itself
+  double slowdown = 0;        // from the complete upload to the result, over the prediction for it alone
   int64_t prompt_tokens = 0;
   std::string trace_id = {};  // 32 hexadecimal digits, of a trace that somebody records; empty: none
 };

@@ -19,21 +19,21 @@ constexpr size_t kMostLookedAt = 4 * kMostWeighed;  // of the order, for those t
 
 Gang GangChoice::FirstThatMay(std::span<const RunTicket> ranked) const {
   Gang gang;
-  int may_begin = limits_.may_begin;
+  FreePlaces places = limits_.places;
   double longest_seconds = 0;
   bool looks_at_gain = false;
   for (size_t i = 0; i < ranked.size(); ++i) {
     const RunEntry& entry = entries_.at(ranked[i]);
     if (entry.state == RunState::kUploading || entry.leaving) continue;
-    if (entry.put_back) may_begin = 0;  // nothing new begins after who waits for memory
+    if (entry.put_back) places.Close();  // nothing new begins after who waits for memory
     const bool lives = entry.state == RunState::kLive;
-    if (!lives && may_begin == 0) continue;
+    if (!lives && !places.HasOneFor(entry.job.work_seconds)) continue;
     if (gang.tickets.empty()) {
       if (entry.pack != 0) return {.tickets = MembersOf(entry.pack)};
       gang.submeshes = lives ? entry.submeshes : BestSubmeshes(ranked.subspan(i));
       if (!lives && limits_.pack.ranks > 0) {
         Gang pack = BestPack(ranked.subspan(i), gang.submeshes);
-        if (!pack.tickets.empty()) return pack;
+        if (!pack.tickets.empty() && places.HasOneFor(*pack.pass_seconds)) return pack;
       }
       longest_seconds = kLongestBeside * entry.job.SecondsOn(gang.submeshes);
       looks_at_gain = lives;
@@ -42,11 +42,11 @@ Gang GangChoice::FirstThatMay(std::span<const RunTicket> ranked) const {
       continue;
     } else if (!lives && std::exchange(looks_at_gain, false) &&
                !GainBeside(ranked, gang.submeshes, longest_seconds)) {
-      may_begin = 0;
+      places.Close();
       continue;
     }
     gang.tickets.push_back(ranked[i]);
-    if (!lives) --may_begin;
+    if (!lives) places.Take(entry.job.work_seconds);
     if (std::ssize(gang.tickets) == gang.submeshes) break;
   }
   return gang;
@@ -66,7 +66,7 @@ int GangChoice::BestSubmeshes(std::span<const RunTicket> ranked) const {
   int best = 1;
   double best_ratio = kLeastGain;
   for (const auto& [submeshes, seconds] : first.submeshes) {
-    const auto at_once = std::min<std::ptrdiff_t>(submeshes, limits_.may_begin + computes_on(submeshes));
+    const auto at_once = std::min<std::ptrdiff_t>(submeshes, limits_.places.alike() + computes_on(submeshes));
     std::vector<double> free_at(static_cast<size_t>(at_once), 0);
     double in_turn = 0, ends_in_turn = 0, ends_beside = 0;
     size_t weighed = 0;
@@ -203,7 +203,7 @@ double GangChoice::EndsBeside(std::span<const Sharer> sharers, int submeshes) co
     if (entry.submeshes == submeshes) free_at.push_back(entry.Rest(now_));
   }
   double ends = std::accumulate(free_at.begin(), free_at.end(), 0.0);
-  const size_t at_once = free_at.size() + static_cast<size_t>(limits_.may_begin);
+  const size_t at_once = free_at.size() + static_cast<size_t>(limits_.places.alike());
   free_at.resize(std::min(at_once, static_cast<size_t>(submeshes)), 0);
   double in_turn = 0, ends_in_turn = 0;  // of those that run on all devices alone
   size_t alone = 0;

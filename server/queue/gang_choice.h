@@ -13,6 +13,7 @@
 
 #include "absl/time/time.h"
 #include "engine/plan/pack.h"
+#include "server/queue/free_places.h"
 #include "server/queue/run_entry.h"
 
 namespace meshfill {
@@ -29,7 +30,7 @@ class GangChoice {
  public:
   using Entries = std::map<RunTicket, RunEntry>;
   struct Limits {
-    int may_begin = 0;       // so many more may live; those that share a pass count as one
+    FreePlaces places;       // those that share a pass take one
     absl::Duration max_age;  // RunOrder's
     PackRoom pack;
   };

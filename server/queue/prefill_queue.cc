@@ -23,6 +23,25 @@ class PrefillQueue::ProgressObserver final : public PrefillObserver {
   Job& job_;
 };
 
+// Requests that lose their places. Their waiters hear why when this is destroyed, after the lock.
+class PrefillQueue::Dropped {
+ public:
+  explicit Dropped(const Clock& clock) : clock_(clock) {}
+  Dropped(const Dropped&) = delete;
+  Dropped& operator=(const Dropped&) = delete;
+  ~Dropped() {
+    for (const auto& job : jobs) {
+      if (job->waiter == nullptr) continue;
+      job->waiter->OnPrefillDone(job->stop_reason, absl::ToDoubleSeconds(clock_() - job->submitted_at));
+    }
+  }
+
+  std::vector<std::unique_ptr<Job>> jobs;
+
+ private:
+  const Clock& clock_;
+};
+
 namespace {
 
 constexpr absl::Duration kLook = absl::Milliseconds(50);  // between two looks at whose turn it is
@@ -62,6 +81,7 @@ PrefillQueue::PrefillQueue(PrefillEngine& engine, const Limits& limits, Metrics&
       order_({.max_age = limits.max_age, .most_live = engine.capacity()}),
       room_(limits, clock_) {
   metrics_.SetQueueLimits(limits.max_tokens, limits.max_wait);
+  metrics_.SetQueue(room_.load());
   for (int place = 0; place < engine_.capacity(); ++place) {
     runners_.emplace_back([this] { RunJobs(); });
   }
@@ -73,14 +93,15 @@ PrefillQueue::~PrefillQueue() {
 }
 
 absl::StatusOr<std::unique_ptr<PrefillQueue::Slot>> PrefillQueue::Reserve(const Request& request) {
+  Dropped dropped(clock_);
   const MutexLock lock(mu_);
   if (draining_) return absl::UnavailableError("the server is draining; try another one");
   RETURN_IF_ERROR(CheckUnused(request.id));
   const RunOrder::Job run = ToRunOrder(request);
-  const std::vector<uint64_t> slow = room_.PlacesToTakeFor(run, request.tokens, order_);
-  for (const uint64_t ticket : slow) Remove(ticket);
-  if (!slow.empty()) PublishCount();
-  RETURN_IF_ERROR(room_.MayEnter(run, request.tokens, order_));
+  RETURN_IF_ERROR(room_.CheckClass(run));
+  const std::vector<QueueRoom::LostPlace> places = room_.PlacesToTakeFor(run, request.tokens, order_);
+  if (places.empty()) RETURN_IF_ERROR(room_.MayEnter(run, request.tokens, order_));
+  RemoveLosers(places, dropped);
   const uint64_t ticket = ++last_ticket_;
   auto job = std::make_unique<Job>();
   job->ticket = ticket;
@@ -89,6 +110,7 @@ absl::StatusOr<std::unique_ptr<PrefillQueue::Slot>> PrefillQueue::Reserve(const 
   order_.Announce(ticket, run, job->reserved_at);
   room_.Enter(ticket, run, request.tokens);
   jobs_.emplace(ticket, std::move(job));
+  TellLosers(places, dropped);
   PublishCount();
   return std::make_unique<Slot>(*this, ticket);
 }
@@ -122,7 +144,7 @@ absl::StatusOr<PrefillQueue::Turn> PrefillQueue::Submit(uint64_t ticket, std::ve
                                                         std::shared_ptr<Waiter> waiter) {
   const MutexLock lock(mu_);
   const auto entry = jobs_.find(ticket);
-  if (entry == jobs_.end()) return PlaceLost();
+  if (entry == jobs_.end()) return lost_.at(ticket);
   Job& job = *entry->second;
   job.submitted_at = clock_();
   job.tokens = std::move(tokens);
@@ -175,22 +197,44 @@ void PrefillQueue::SetPredictedSeconds(uint64_t ticket, double seconds, std::vec
 }
 
 absl::Status PrefillQueue::Pay(uint64_t ticket, int64_t tokens_so_far) {
+  Dropped dropped(clock_);
   const MutexLock lock(mu_);
   const auto entry = jobs_.find(ticket);
-  if (entry == jobs_.end()) return PlaceLost();
+  if (entry == jobs_.end()) return lost_.at(ticket);
   if (2 * tokens_so_far >= entry->second->request.tokens) order_.Pay(ticket);
   const int64_t claim_before = room_.ClaimOf(ticket);
-  RETURN_IF_ERROR(room_.Pay(ticket, tokens_so_far, order_));
+  const std::vector<QueueRoom::LostPlace> places = room_.PlacesToTakeToPay(ticket, tokens_so_far);
+  RemoveLosers(places, dropped);
+  const absl::Status paid = room_.Pay(ticket, tokens_so_far, order_);
+  TellLosers(places, dropped);
+  RETURN_IF_ERROR(paid);
   if (room_.ClaimOf(ticket) != claim_before) PublishCount();
   return absl::OkStatus();
 }
 
-// StopAll drops uploads, too.
-absl::Status PrefillQueue::PlaceLost() const { return stopping_ ? stop_reason_ : QueueRoom::PlaceLost(); }
+void PrefillQueue::RemoveLosers(std::span<const QueueRoom::LostPlace> places, Dropped& dropped) {
+  for (const QueueRoom::LostPlace& place : places) dropped.jobs.push_back(Remove(place.ticket));
+}
+
+void PrefillQueue::TellLosers(std::span<const QueueRoom::LostPlace> places, Dropped& dropped) {
+  std::vector<QueueRoom::Loser> losers;
+  for (size_t i = 0; i < places.size(); ++i) {
+    const Request& request = dropped.jobs[i]->request;
+    losers.push_back({places[i], ToRunOrder(request), request.tokens});
+  }
+  const std::vector<absl::Status> told = room_.PlacesLost(losers, order_);
+  for (size_t i = 0; i < told.size(); ++i) Lose(*dropped.jobs[i], told[i]);
+}
+
+void PrefillQueue::Lose(Job& job, const absl::Status& why) {
+  job.stop_reason = why;
+  if (job.waiter == nullptr) lost_[job.ticket] = why;
+}
 
 void PrefillQueue::Withdraw(uint64_t ticket) {
   std::unique_ptr<Job> gone;  // freed after the lock
   const MutexLock lock(mu_);
+  lost_.erase(ticket);
   const auto entry = jobs_.find(ticket);
   if (entry == jobs_.end()) return;
   if (entry->second->begun) return StopLive(*entry->second);
@@ -213,30 +257,18 @@ void PrefillQueue::Drain() {
 }
 
 void PrefillQueue::StopAll(const absl::Status& reason) {
-  std::vector<std::unique_ptr<Job>> dropped;
-  {
-    const MutexLock lock(mu_);
-    if (stopping_) return;
-    draining_ = stopping_ = true;
-    stop_reason_ = reason;
-    for (auto entry = jobs_.begin(); entry != jobs_.end();) {
-      Job& job = *entry->second;
-      ++entry;
-      if (job.begun) {
-        job.stop_reason = reason;
-        StopLive(job);
-      } else {
-        dropped.push_back(Remove(job.ticket));
-      }
-    }
-    PublishCount();
-    changed_.NotifyAll();
+  Dropped dropped(clock_);
+  const MutexLock lock(mu_);
+  if (stopping_) return;
+  draining_ = stopping_ = true;
+  for (auto entry = jobs_.begin(); entry != jobs_.end();) {
+    Job& job = *entry->second;
+    ++entry;
+    Lose(job, reason);
+    job.begun ? StopLive(job) : dropped.jobs.push_back(Remove(job.ticket));
   }
-  const absl::Time now = clock_();
-  for (const auto& job : dropped) {
-    if (job->waiter != nullptr)
-      job->waiter->OnPrefillDone(reason, absl::ToDoubleSeconds(now - job->submitted_at));
-  }
+  PublishCount();
+  changed_.NotifyAll();
 }
 
 void PrefillQueue::StopLive(Job& job) {

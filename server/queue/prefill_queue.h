@@ -8,11 +8,11 @@
 //        │ RESOURCE_EXHAUSTED                       └ Slot.Withdraw at any time
 //
 // A place is taken when the header comes, so that uploads are bounded too: QueueRoom says whether a request
-// may enter, and which uploads lose their places to it. Others wait for an upload once half of it has come.
-// What is predicted of a request is what RunOrder would do if nothing else came.
+// may enter, and which others lose their places to it before they have begun. Others wait for an upload once
+// half of it has come. What is predicted of a request is what RunOrder would do if nothing else came.
 //
 // Thread-safe. Waiters are called from the queue's threads, one for each prefill that may live in the engine,
-// or the engine's threads, never under the queue's lock.
+// from the engine's threads, or from whoever takes their places, never under the queue's lock.
 #ifndef MESHFILL_SERVER_QUEUE_PREFILL_QUEUE_H_
 #define MESHFILL_SERVER_QUEUE_PREFILL_QUEUE_H_
 
@@ -22,6 +22,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <thread>
 #include <vector>
@@ -48,7 +49,7 @@ class PrefillQueue {
     std::string id;
     std::string tenant;
     int64_t tokens = 0;
-    int priority = 0;  // higher first; RunOrder has its bounds
+    int priority = 0;  // higher first; ClassOf bounds it
     double predicted_seconds = 0;
     absl::Time deadline = absl::InfiniteFuture();
     std::vector<SubmeshSeconds> submeshes = {};  // sub-meshes that it may run on (PrefillEngine::Submeshes)
@@ -93,7 +94,8 @@ class PrefillQueue {
     absl::Status Pay(int64_t tokens_so_far);
 
     // Queues the complete prompt, once. From now on the waiter hears of the request's end, unless it is
-    // withdrawn while it waits. UNAVAILABLE after StopAll; RESOURCE_EXHAUSTED as Pay.
+    // withdrawn while it waits. UNAVAILABLE after StopAll; RESOURCE_EXHAUSTED as Pay. A waiter hears that,
+    // too, where its place goes to another tenant before it begins.
     absl::StatusOr<Turn> Submit(std::vector<uint32_t> tokens, const PrefillOptions& options,
                                 std::shared_ptr<Waiter> waiter);
 
@@ -129,10 +131,9 @@ class PrefillQueue {
   PrefillQueue(const PrefillQueue&) = delete;
   PrefillQueue& operator=(const PrefillQueue&) = delete;
 
-  // ALREADY_EXISTS: as CheckId. DEADLINE_EXCEEDED: it has passed. RESOURCE_EXHAUSTED: no room, or the
-  // deadline is before wait + prefill; with RetryInfo where waiting helps: try again after the predicted
-  // seconds until that changes, at least 1 s. Where many are refused, each comes after those of its tenant
-  // that were told before (refusal.h). UNAVAILABLE: draining.
+  // ALREADY_EXISTS: as CheckId. PERMISSION_DENIED: the tenant may not send that class. DEADLINE_EXCEEDED: it
+  // has passed. RESOURCE_EXHAUSTED: no room, or the deadline is before wait + prefill; with RetryInfo where
+  // waiting helps (queue_room.h). UNAVAILABLE: draining.
   absl::StatusOr<std::unique_ptr<Slot>> Reserve(const Request& request);
   // ALREADY_EXISTS: the id is live; wait for that request's end or choose another id.
   absl::Status CheckId(const std::string& id) const;
@@ -164,6 +165,7 @@ class PrefillQueue {
     absl::Status stop_reason;  // not OK: what the waiter hears instead of the engine's status
   };
   class ProgressObserver;
+  class Dropped;
 
   absl::StatusOr<Turn> Submit(uint64_t ticket, std::vector<uint32_t> tokens, const PrefillOptions& options,
                               std::shared_ptr<Waiter> waiter);
@@ -192,8 +194,12 @@ class PrefillQueue {
   Phase PhaseOf(uint64_t ticket, const Job& job) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   bool Computes(uint64_t ticket) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
-  // Why an upload has no place any more.
-  absl::Status PlaceLost() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void RemoveLosers(std::span<const QueueRoom::LostPlace> places, Dropped& dropped)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // What they hear, once the places are taken.
+  void TellLosers(std::span<const QueueRoom::LostPlace> places, Dropped& dropped)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void Lose(Job& job, const absl::Status& why) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   absl::Status CheckUnused(const std::string& id) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // Forgets the request. The caller frees its job, best after the lock.
   std::unique_ptr<Job> Remove(uint64_t ticket) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
@@ -223,7 +229,7 @@ class PrefillQueue {
   uint64_t last_ticket_ ABSL_GUARDED_BY(mu_) = 0;
   bool draining_ ABSL_GUARDED_BY(mu_) = false;
   bool stopping_ ABSL_GUARDED_BY(mu_) = false;
-  absl::Status stop_reason_ ABSL_GUARDED_BY(mu_);
+  std::map<uint64_t, absl::Status> lost_ ABSL_GUARDED_BY(mu_);  // why uploads have no places, until Withdraw
   std::vector<std::thread> runners_;  // one for each prefill that may live; last: they use all of the above
 };
 

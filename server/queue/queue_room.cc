@@ -1,6 +1,8 @@
 #include "server/queue/queue_room.h"
 
 #include <algorithm>
+#include <iterator>
+#include <set>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -11,7 +13,9 @@
 namespace meshfill {
 namespace {
 
-constexpr int kRefusalsShare = 20;  // at most 1/20 of the time goes to the turns that refusals tell
+const std::string kOtherTenants = "other";  // in the load: those without a name in the configuration
+constexpr int kRefusalsShare = 20;          // at most 1/20 of the time goes to the turns that refusals tell
+constexpr double kWholeShare = 1 + 1e-9;    // sums of weights are rounded
 
 absl::Status Refuse(Refusal refusal, const std::string& message) {
   return WithRefusal(absl::ResourceExhaustedError(message), refusal);
@@ -27,8 +31,7 @@ QueueRoom::QueueRoom(const Limits& limits, Clock clock)
     : limits_(limits), clock_(std::move(clock)), retry_line_(limits.max_age) {}
 
 void QueueRoom::Claims::Count(const Entry& entry, int sign) {
-  for (Load* load : {&queue, &of_tenant}) {
-    if (load == &of_tenant && entry.tenant != tenant) continue;
+  for (Load* load : {&queue, &of_tenants[entry.tenant]}) {
     load->requests += sign;
     load->tokens += sign * ClaimOf(entry);
   }
@@ -51,17 +54,43 @@ int64_t QueueRoom::ClaimOf(const Entry& entry) {
 }
 
 QueueRoom::Claims QueueRoom::ClaimsBeside(const std::string& tenant) const {
-  Claims claims{.tenant = tenant};
+  Claims claims{.tenant = tenant, .queue = {}, .of_tenants = {{tenant, {}}}};
   for (const auto& [ticket, entry] : entries_) {
     if (HasPlace(entry)) claims.Count(entry);
   }
+  for (const auto& [each, load] : claims.of_tenants) claims.weights += limits_.tenants.LimitsOf(each).weight;
   return claims;
 }
 
-std::vector<QueueRoom::Ticket> QueueRoom::PlacesToTakeFor(const RunOrder::Job& job, int64_t tokens,
-                                                          const RunOrder& order) const {
+absl::Status QueueRoom::CheckClass(const RunOrder::Job& job) const {
+  const int most = limits_.tenants.LimitsOf(job.tenant).max_priority;
+  if (ClassOf(job.priority) <= most) return absl::OkStatus();
+  return absl::PermissionDeniedError(absl::StrCat("priority is ", job.priority,
+                                                  "; the tenant's requests may have ", most,
+                                                  " at most (its max_priority); send a lower one"));
+}
+
+std::vector<QueueRoom::LostPlace> QueueRoom::PlacesToTakeFor(const RunOrder::Job& job, int64_t tokens,
+                                                             const RunOrder& order) const {
+  if (!CheckSize(job.tenant, tokens).ok()) return {};
   Claims claims = ClaimsBeside(job.tenant);
   if (CheckBeside(claims, tokens).ok()) return {};
+  std::vector<LostPlace> taken;
+  TakeSlowUploads(claims, taken);
+  if (!CheckTenant(claims, tokens).ok()) return {};
+  const Load more = {.requests = 1, .tokens = tokens};
+  if (!TakeBeyondShares(&Load::requests, limits_.max_requests, more, claims, taken)) return {};
+  if (!TakeBeyondShares(&Load::tokens, limits_.max_tokens, more, claims, taken)) return {};
+  SpareSlowUploads(tokens, claims, taken);
+  const absl::Time now = clock_();
+  if (IsSoonEnough(job, order.MostWaitSeconds(now), now)) return taken;
+  RunOrder without_them = order;
+  for (const LostPlace& lost : taken) without_them.Remove(lost.ticket, now);
+  if (!CheckWait(job, without_them).ok()) return {};
+  return taken;
+}
+
+void QueueRoom::TakeSlowUploads(Claims& claims, std::vector<LostPlace>& taken) const {
   const absl::Time now = clock_();
   // How far each upload is behind its pace, and its ticket.
   std::vector<std::pair<absl::Duration, Ticket>> behind;
@@ -72,31 +101,98 @@ std::vector<QueueRoom::Ticket> QueueRoom::PlacesToTakeFor(const RunOrder::Job& j
     if (late > absl::ZeroDuration()) behind.emplace_back(late, ticket);
   }
   std::sort(behind.rbegin(), behind.rend());
-  std::vector<Ticket> taken;
   for (const auto& [late, ticket] : behind) {
-    if (CheckBeside(claims, tokens).ok()) break;
-    const Entry& entry = entries_.at(ticket);
-    const bool queue_full =
-        claims.queue.requests + 1 > limits_.max_requests || claims.queue.tokens + tokens > limits_.max_tokens;
-    if (!queue_full && entry.tenant != job.tenant) continue;
-    claims.Count(entry, -1);
-    taken.push_back(ticket);
+    claims.Count(entries_.at(ticket), -1);
+    taken.push_back({ticket, /*slow=*/true});
   }
-  if (!CheckBeside(claims, tokens).ok()) return {};
-  RunOrder without_them = order;
-  for (const Ticket ticket : taken) without_them.Remove(ticket, now);
-  if (!CheckWait(job, without_them).ok()) return {};
+}
+
+bool QueueRoom::TakeBeyondShares(int64_t Load::*full, int64_t most, const Load& more, Claims& claims,
+                                 std::vector<LostPlace>& taken) const {
+  const auto is_full = [&] { return claims.queue.*full + more.*full > most; };
+  if (!is_full()) return true;
+  // What a tenant has, by its share. A lone prompt is within it.
+  const auto of_share = [&](const std::string& tenant, const Load& load) {
+    const double share = static_cast<double>(most) * limits_.tenants.LimitsOf(tenant).weight / claims.weights;
+    return load.requests <= 1 ? 0 : static_cast<double>(load.*full) / share;
+  };
+  const Load asks = {.requests = claims.of_tenant().requests + more.requests,
+                     .tokens = claims.of_tenant().tokens + more.tokens};
+  if (of_share(claims.tenant, asks) > kWholeShare) return false;
+  std::set<std::pair<double, std::string>> beyond;  // of its share, and who has it; the furthest last
+  const auto look_at = [&](const std::string& tenant) {
+    const double has = of_share(tenant, claims.of_tenants.at(tenant));
+    if (has > kWholeShare) beyond.emplace(has, tenant);
+  };
+  for (const auto& [tenant, load] : claims.of_tenants) look_at(tenant);
+  if (beyond.empty()) return false;
+  std::map<std::string, std::vector<Ticket>> rows = Rows(taken);
+  while (is_full() && !beyond.empty()) {
+    const std::string loser = beyond.extract(std::prev(beyond.end())).value().second;
+    std::vector<Ticket>& row = rows.at(loser);
+    taken.push_back({row.back()});
+    claims.Count(entries_.at(row.back()), -1);
+    row.pop_back();
+    look_at(loser);
+  }
+  return !is_full();
+}
+
+std::map<std::string, std::vector<QueueRoom::Ticket>> QueueRoom::Rows(
+    const std::vector<LostPlace>& taken) const {
+  std::set<Ticket> gone;
+  for (const LostPlace& lost : taken) gone.insert(lost.ticket);
+  std::map<std::string, std::vector<Ticket>> rows;
+  for (const auto& [ticket, entry] : entries_) {
+    if (HasPlace(entry) && !gone.contains(ticket)) rows[entry.tenant].push_back(ticket);
+  }
+  for (auto& [tenant, row] : rows) {
+    std::stable_sort(row.begin(), row.end(), [&](Ticket left, Ticket right) {
+      return entries_.at(left).priority > entries_.at(right).priority;
+    });
+  }
+  return rows;
+}
+
+void QueueRoom::SpareSlowUploads(int64_t tokens, Claims& claims, std::vector<LostPlace>& taken) const {
+  const auto is_slow = [](const LostPlace& lost) { return lost.slow; };
+  const bool all_slow = std::all_of(taken.begin(), taken.end(), is_slow);
+  for (auto lost = taken.end(); lost != taken.begin();) {
+    --lost;
+    const Entry& entry = entries_.at(lost->ticket);
+    // With its own the tenant would be beyond its share.
+    if (!lost->slow || (!all_slow && entry.tenant == claims.tenant)) continue;
+    claims.Count(entry);
+    if (CheckBeside(claims, tokens).ok()) {
+      lost = taken.erase(lost);
+    } else {
+      claims.Count(entry, -1);
+    }
+  }
+}
+
+std::vector<QueueRoom::LostPlace> QueueRoom::PlacesToTakeToPay(Ticket ticket, int64_t tokens_so_far) const {
+  const Entry& entry = entries_.at(ticket);
+  const int64_t more_tokens = UploadClaim(entry.tokens, tokens_so_far) - ClaimOf(entry);
+  if (more_tokens == 0) return {};
+  Claims claims = ClaimsBeside(entry.tenant);
+  if (claims.of_tenant().tokens + more_tokens > TenantsTokens(entry.tenant)) return {};
+  std::vector<LostPlace> taken;
+  const Load more = {.requests = 0, .tokens = more_tokens};
+  if (!TakeBeyondShares(&Load::tokens, limits_.max_tokens, more, claims, taken)) return {};
   return taken;
 }
 
 absl::Status QueueRoom::MayEnter(const RunOrder::Job& job, int64_t tokens, const RunOrder& order) {
   RETURN_IF_ERROR(CheckSize(job.tenant, tokens));
   const absl::Status full = CheckBeside(ClaimsBeside(job.tenant), tokens);
-  if (!full.ok()) {
-    const double seconds = SecondsUntilRoom(job.tenant, tokens, order);
-    return WithRetry(full, seconds + retry_line_.Join(job.tenant, job.work_seconds, clock_()));
-  }
-  return CheckWait(job, order);
+  return full.ok() ? CheckWait(job, order)
+                   : WithRetryForRoom(full, job, SecondsUntilRoom(job.tenant, tokens, order));
+}
+
+absl::Status QueueRoom::WithRetryForRoom(const absl::Status& refused, const RunOrder::Job& job,
+                                         double seconds_until_room) {
+  return WithRetry(refused, seconds_until_room + retry_line_.Join(job.tenant, job.work_seconds, clock_()));
 }
 
 absl::Status QueueRoom::CheckSize(const std::string& tenant, int64_t tokens) const {
@@ -114,7 +210,12 @@ absl::Status QueueRoom::CheckSize(const std::string& tenant, int64_t tokens) con
 }
 
 absl::Status QueueRoom::CheckBeside(const Claims& claims, int64_t tokens) const {
-  const auto& [tenant_name, queue, of_tenant] = claims;
+  RETURN_IF_ERROR(CheckQueue(claims, tokens));
+  return CheckTenant(claims, tokens);
+}
+
+absl::Status QueueRoom::CheckQueue(const Claims& claims, int64_t tokens) const {
+  const Load& queue = claims.queue;
   if (queue.requests + 1 > limits_.max_requests) {
     return Refuse(Refusal::kQueueRequests,
                   absl::StrCat("the queue is full: ", queue.requests, " requests (queue.max_requests is ",
@@ -125,7 +226,12 @@ absl::Status QueueRoom::CheckBeside(const Claims& claims, int64_t tokens) const 
                   absl::StrCat("the queue has no room for ", tokens, " tokens beside the ", queue.tokens,
                                " in it (queue.max_tokens is ", limits_.max_tokens, "); try again later"));
   }
-  const TenantLimits& tenant = limits_.tenants.LimitsOf(tenant_name);
+  return absl::OkStatus();
+}
+
+absl::Status QueueRoom::CheckTenant(const Claims& claims, int64_t tokens) const {
+  const Load& of_tenant = claims.of_tenant();
+  const TenantLimits& tenant = limits_.tenants.LimitsOf(claims.tenant);
   if (of_tenant.requests + 1 > tenant.max_requests) {
     return Refuse(Refusal::kTenantShare, absl::StrCat("the tenant has ", of_tenant.requests,
                                                       " requests in the queue (its max_requests is ",
@@ -139,14 +245,16 @@ absl::Status QueueRoom::CheckBeside(const Claims& claims, int64_t tokens) const 
   return absl::OkStatus();
 }
 
+bool QueueRoom::IsSoonEnough(const RunOrder::Job& job, double wait_seconds, absl::Time now) const {
+  return wait_seconds <= absl::ToDoubleSeconds(limits_.max_wait) &&
+         wait_seconds + job.work_seconds <= absl::ToDoubleSeconds(job.deadline - now);
+}
+
 absl::Status QueueRoom::CheckWait(const RunOrder::Job& job, const RunOrder& order) const {
   const absl::Time now = clock_();
+  if (IsSoonEnough(job, order.MostWaitSeconds(now), now)) return absl::OkStatus();
   const double max_wait_seconds = absl::ToDoubleSeconds(limits_.max_wait);
   const double left_seconds = absl::ToDoubleSeconds(job.deadline - now);
-  const double most_seconds = order.MostWaitSeconds(now);
-  if (most_seconds <= max_wait_seconds && most_seconds + job.work_seconds <= left_seconds) {
-    return absl::OkStatus();
-  }
   const double wait_seconds = order.WaitSeconds(job, now);
   if (wait_seconds > max_wait_seconds) {
     return WithRetry(
@@ -177,7 +285,7 @@ absl::Status QueueRoom::CheckWait(const RunOrder::Job& job, const RunOrder& orde
 
 void QueueRoom::Enter(Ticket ticket, const RunOrder::Job& job, int64_t tokens) {
   entries_[ticket] = {
-      .tenant = job.tenant, .priority = job.priority, .tokens = tokens, .entered_at = clock_()};
+      .tenant = job.tenant, .priority = ClassOf(job.priority), .tokens = tokens, .entered_at = clock_()};
 }
 
 absl::Status QueueRoom::Pay(Ticket ticket, int64_t tokens_so_far, const RunOrder& order) {
@@ -187,7 +295,7 @@ absl::Status QueueRoom::Pay(Ticket ticket, int64_t tokens_so_far, const RunOrder
   if (ClaimOf(entry) == claim_before) return absl::OkStatus();
   const Claims claims = ClaimsBeside(entry.tenant);
   const int64_t tenants_tokens = TenantsTokens(entry.tenant);
-  const bool beyond_share = claims.of_tenant.tokens > tenants_tokens;
+  const bool beyond_share = claims.of_tenant().tokens > tenants_tokens;
   if (!beyond_share && claims.queue.tokens <= limits_.max_tokens) return absl::OkStatus();
   return WithRetry(
       Refuse(beyond_share ? Refusal::kTenantShare : Refusal::kQueueTokens,
@@ -205,12 +313,28 @@ void QueueRoom::Complete(Ticket ticket) {
   entry.complete_at = clock_();
 }
 
-absl::Status QueueRoom::PlaceLost() {
-  return WithRetryAfter(
-      Refuse(Refusal::kQueueRequests,
-             absl::StrCat("the queue is full, and the upload was slower than ", kPlaceTokensPerSecond,
-                          " tokens/s: its place went to others; upload without pauses, or try again later")),
-      kUploadGrace);
+std::vector<absl::Status> QueueRoom::PlacesLost(std::span<const Loser> losers, const RunOrder& order) {
+  std::vector<absl::Status> told;
+  std::map<std::string, double> seconds_until_room;  // by tenant
+  for (const auto& [place, job, tokens] : losers) {
+    if (place.slow) {
+      told.push_back(WithRetryAfter(
+          Refuse(Refusal::kQueueRequests,
+                 absl::StrCat("the queue is full, and the upload was slower than ", kPlaceTokensPerSecond,
+                              " tokens/s: its place went to others; upload without pauses, or try again "
+                              "later")),
+          kUploadGrace));
+      continue;
+    }
+    const auto [seconds, is_first] = seconds_until_room.try_emplace(job.tenant);
+    if (is_first) seconds->second = SecondsUntilRoom(job.tenant, tokens, order);
+    told.push_back(WithRetryForRoom(
+        Refuse(Refusal::kTenantShare,
+               "the queue is full, and the tenant has more than its share of it: its newest prompt of the "
+               "lowest priority, this one, lost its place to another tenant; try again later"),
+        job, seconds->second));
+  }
+  return told;
 }
 
 double QueueRoom::SecondsUntilRoom(const std::string& tenant, int64_t tokens, const RunOrder& order) {
@@ -238,6 +362,9 @@ const std::vector<RunOrder::Turn>& QueueRoom::RecentTurns(const RunOrder& order)
 
 QueueLoad QueueRoom::load() const {
   QueueLoad load;
+  const auto& named = limits_.tenants.named();
+  for (const auto& [tenant, limits] : named) load.requests_by_tenant[tenant] = 0;
+  load.requests_by_tenant[kOtherTenants] = 0;
   for (const auto& [ticket, entry] : entries_) {
     if (!HasPlace(entry)) {
       load.running_tokens += entry.tokens;
@@ -245,8 +372,8 @@ QueueLoad QueueRoom::load() const {
     }
     ++load.requests;
     load.tokens += ClaimOf(entry);
-    constexpr int kTop = RunOrder::kTopPriority;
-    ++load.requests_by_class[std::clamp(entry.priority, -kTop, kTop) + kTop];
+    ++load.requests_by_class[entry.priority + kTopPriority];
+    ++load.requests_by_tenant[named.contains(entry.tenant) ? entry.tenant : kOtherTenants];
     load.oldest = std::min(load.oldest, entry.complete_at);
   }
   return load;

@@ -24,6 +24,11 @@ double RunEntry::Rest(absl::Time now) const {
   return std::abs(rest_seconds - absl::ToDoubleSeconds(since_measured));
 }
 
+double RunEntry::RestOnAll(absl::Time now) const {
+  const double work = job.work_seconds;
+  return (whole_seconds == work ? 1 : work / whole_seconds) * Rest(now);
+}
+
 bool RunEntry::CanMeetDeadline(absl::Time now) const {
   return state != RunState::kUploading && !leaving && now + absl::Seconds(Rest(now)) <= job.deadline;
 }

@@ -8,6 +8,7 @@
 
 #include "absl/time/time.h"
 #include "engine/prefill_engine.h"
+#include "server/config/priority_class.h"
 
 namespace meshfill {
 
@@ -17,7 +18,7 @@ using RunTicket = uint64_t;  // names a prefill; above 0, rising
 
 struct RunJob {
   std::string tenant;
-  int priority = 0;         // higher first
+  int priority = 0;         // higher first; ClassOf bounds it
   double work_seconds = 0;  // predicted, on all devices
   double weight = 1;        // the tenant's weight: 2 gets twice the seconds of 1
   absl::Time deadline = absl::InfiniteFuture();
@@ -54,6 +55,9 @@ struct RunEntry {
 
   absl::Duration Computed(absl::Time now) const;
   double Rest(absl::Time now) const;  // seconds, predicted, on what it has
+  // The same as if it ran on all devices alone, so that what runs on a sub-mesh or in a pack seems no longer
+  // than it was.
+  double RestOnAll(absl::Time now) const;
   bool CanMeetDeadline(absl::Time now) const;
   bool IsUrgent(absl::Time now) const { return urgent && CanMeetDeadline(now); }
   // Whether it has waited or stood still for longer.

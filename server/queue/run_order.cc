@@ -9,13 +9,13 @@
 #include <tuple>
 #include <utility>
 
+#include "server/queue/looks_ahead.h"
+
 namespace meshfill {
 namespace {
 
 constexpr double kLeastRestSeconds = 1e-6;
 constexpr size_t kMostTenants = 4096;  // tenants whose leads are kept, beside those that have something here
-constexpr int kLooks = 32;             // how often RunAhead looks at whose turn it is
-constexpr double kLeastLookSeconds = 0.1;  // least time between two looks: no rank changes much before
 
 // Picks one prefill of each pass.
 class OneOfAPass {
@@ -28,23 +28,12 @@ class OneOfAPass {
 
 }  // namespace
 
-bool RunOrder::Rank::Before(const Rank& other) const {
-  if (stays != other.stays) return stays;
-  if (aged != other.aged) return aged;
-  if (aged) return std::tie(complete_at, ticket) < std::tie(other.complete_at, other.ticket);
-  if (priority != other.priority) return priority > other.priority;
-  if (urgent != other.urgent) return urgent;
-  if (urgent && deadline != other.deadline) return deadline < other.deadline;
-  if (weighted_rest != other.weighted_rest) return weighted_rest < other.weighted_rest;
-  return std::tie(complete_at, ticket) < std::tie(other.complete_at, other.ticket);
-}
-
 void RunOrder::Announce(Ticket ticket, const Job& job, absl::Time now) {
   Settle(now);
   leads_[job.tenant] = LeadOfNew(job.tenant);
   Entry& entry = entries_[ticket];
   entry.job = job;
-  entry.job.priority = std::clamp(job.priority, -kTopPriority, kTopPriority);
+  entry.job.priority = ClassOf(job.priority);
   entry.rest_seconds = entry.whole_seconds = job.work_seconds;
 }
 
@@ -123,6 +112,7 @@ void RunOrder::Remove(Ticket ticket, absl::Time now) {
 void RunOrder::End(Ticket ticket, absl::Time now) {
   TakeTurn(ticket, now);
   entries_.erase(ticket);
+  if (elder_.ticket == ticket) elder_ = {};
   FindRoomAgain();
 }
 
@@ -132,27 +122,30 @@ void RunOrder::FindRoomAgain() {
 
 RunOrder::Ticket RunOrder::Choose(absl::Time now) {
   Settle(now);
-  Give(FirstThatMay(Ranked(now), now), now);
+  Give(FirstThatMay(Ranked(now).tickets, now), now);
   return computing_.empty() ? 0 : computing_.front();
 }
 
-std::vector<RunOrder::Ticket> RunOrder::Ranked(absl::Time now) {
+Ranking RunOrder::Ranked(absl::Time now) {
   FindUrgent(now);
-  std::vector<Rank> ranks;
+  const FreePlaces places = PlacesNow(now);
+  std::vector<RunRank> ranks;
   ranks.reserve(entries_.size());
-  for (const auto& [ticket, entry] : entries_) ranks.push_back(RankOf(ticket, entry, now));
-  std::sort(ranks.begin(), ranks.end(),
-            [](const Rank& left, const Rank& right) { return left.Before(right); });
-  std::vector<Ticket> ranked;
-  ranked.reserve(ranks.size());
-  for (const Rank& rank : ranks) ranked.push_back(rank.ticket);
-  return ranked;
+  for (const auto& [ticket, entry] : entries_) ranks.push_back(RankOf(ticket, entry, places, now));
+  return RankByTurns(std::move(ranks), elder_);
+}
+
+FreePlaces RunOrder::PlacesNow(absl::Time now) const {
+  FreePlaces places(options_.most_live - live());
+  for (const auto& [ticket, entry] : entries_) {
+    if (entry.state == State::kLive && !entry.leaving) places.CountRest(entry.RestOnAll(now));
+  }
+  return places;
 }
 
 Gang RunOrder::FirstThatMay(std::span<const Ticket> ranked, absl::Time now) const {
-  const GangChoice::Limits limits = {.may_begin = std::max(0, options_.most_live - live()),
-                                     .max_age = options_.max_age,
-                                     .pack = options_.pack};
+  const GangChoice::Limits limits = {
+      .places = PlacesNow(now), .max_age = options_.max_age, .pack = options_.pack};
   return GangChoice(entries_, computing_, limits, now).FirstThatMay(ranked);
 }
 
@@ -245,16 +238,17 @@ std::vector<RunOrder::Turn> RunOrder::RunAhead(absl::Time now, Ticket stop) {
     entry.measured_at = entry.computed;
     if (one_of_a_pass(entry)) all_seconds += entry.rest_seconds;
   }
-  const double look_seconds = std::max(kLeastLookSeconds, all_seconds / kLooks);
+  const LooksAhead looks(all_seconds);
   std::vector<Turn> turns;
   std::map<Ticket, size_t> place;  // in turns
   double seconds = 0;
   while (!entries_.empty()) {
-    std::vector<Ticket> ranked = Ranked(now + absl::Seconds(seconds));
-    const double until = seconds + look_seconds;
+    Ranking ranking = Ranked(now + absl::Seconds(seconds));
+    const double until = looks.Next(seconds, ranking.holds_seconds), earliest = looks.Earliest(seconds);
+    const Ticket elder = elder_.ticket;
     bool computes = false;
-    while (seconds < until) {
-      const Gang gang = FirstThatMay(ranked, now + absl::Seconds(seconds));
+    while (seconds < (elder_.ticket == elder ? until : earliest)) {
+      const Gang gang = FirstThatMay(ranking.tickets, now + absl::Seconds(seconds));
       if (gang.tickets.empty()) break;
       computes = true;
       Give(gang, now + absl::Seconds(seconds));
@@ -279,7 +273,7 @@ std::vector<RunOrder::Turn> RunOrder::RunAhead(absl::Time now, Ticket stop) {
         if (rest > shortest) continue;
         turns[place.at(ticket)].ends_seconds = seconds;
         End(ticket, now + absl::Seconds(seconds));
-        std::erase(ranked, ticket);
+        std::erase(ranking.tickets, ticket);
       }
     }
     if (computes) continue;
@@ -294,21 +288,25 @@ std::vector<RunOrder::Turn> RunOrder::RunAhead(absl::Time now, Ticket stop) {
   return turns;
 }
 
-RunOrder::Rank RunOrder::RankOf(Ticket ticket, const Entry& entry, absl::Time now) const {
-  // By what all devices would take for it alone, so that what runs on a sub-mesh or in a pack seems no longer
-  // than it was.
-  const double work = entry.job.work_seconds;
-  const double on_all = entry.whole_seconds == work ? 1 : work / entry.whole_seconds;
-  const double rest = std::max(kLeastRestSeconds, on_all * entry.Rest(now));
+RunRank RunOrder::RankOf(Ticket ticket, const Entry& entry, const FreePlaces& places, absl::Time now) const {
+  const double rest = std::max(kLeastRestSeconds, entry.RestOnAll(now));
   const double lead = leads_.at(entry.job.tenant);
-  return {.stays = options_.most_live == 1 && entry.state == State::kLive,
+  const bool lives = entry.state == State::kLive && !entry.leaving;
+  const bool may_begin =
+      entry.state == State::kWaiting && !entry.put_back && places.HasOneFor(entry.job.work_seconds);
+  return {.ticket = ticket,
+          .lives = lives,
+          .may_compute = lives || may_begin,
+          .computes = entry.computes,
+          .stays = options_.most_live == 1 && entry.state == State::kLive,
           .aged = entry.IsOlder(options_.max_age, now),
           .priority = entry.job.priority,
           .urgent = entry.IsUrgent(now),
           .deadline = entry.job.deadline,
+          .work_seconds = entry.job.work_seconds,
+          .rest_seconds = rest,
           .weighted_rest = std::log2(rest) + lead / kLeadSeconds - (entry.computes ? 1 : 0),
-          .complete_at = entry.complete_at,
-          .ticket = ticket};
+          .complete_at = entry.complete_at};
 }
 
 // Marks a prefill as urgent from the latest time on at which it must begin. In each class that time is
@@ -354,6 +352,10 @@ double RunOrder::LeastLead() const {
 }
 
 void RunOrder::Settle(absl::Time now) {
+  if (computing_.empty()) return;
+  const double passed_seconds = absl::ToDoubleSeconds(now - entries_.at(computing_.front()).since);
+  const bool elder_computes = entries_.contains(elder_.ticket) && entries_.at(elder_.ticket).computes;
+  elder_.credit_seconds += elder_computes ? passed_seconds : -passed_seconds;
   double added_seconds = 0;
   for (const Ticket ticket : computing_) added_seconds += entries_.at(ticket).job.pack.added_seconds;
   for (const Ticket ticket : computing_) {

@@ -4,7 +4,10 @@
 //
 // One prefill computes at a time, on all devices, or several side by side, each on a sub-mesh of its own. The
 // first of this order computes:
-//   1. those that have waited for `max_age`, the oldest first: nobody starves;
+//   1. those that have waited for `max_age`, the oldest first: nobody starves. The first of them that may
+//      compute gives way as others do, but only to what takes no longer than it has computed itself, less
+//      what has gone before it since (run_rank.h). So it has half of the time, and short ones wait for it no
+//      longer than for themselves;
 //   2. the higher priority class;
 //   3. those whose deadline can still be met, but not if they wait any longer, the earliest deadline first.
 //      They are taken as late as that can be: so late that all deadlines of a class are met, one after the
@@ -19,7 +22,8 @@
 // What uploads has no part in that, nor in anybody's lead, until it is complete.
 // What computes gives way only to what has a higher class or an urgent deadline, or at most half its (so
 // weighted) rest. It then stands still, alive, with what it has computed. At most `most_live` have begun and
-// not ended; where that is one, nothing gives way.
+// not ended; where that is one, nothing gives way. The last place is only for what takes at most half of the
+// shortest rest of those that live (free_places.h).
 //
 // The first one that has not begun takes all devices or a sub-mesh: whichever makes the mean time until their
 // ends shorter, over all prefills that wait and would take such a sub-mesh. What has begun stays on what it
@@ -62,8 +66,10 @@
 
 #include "absl/time/time.h"
 #include "engine/prefill_engine.h"
+#include "server/queue/free_places.h"
 #include "server/queue/gang_choice.h"
 #include "server/queue/run_entry.h"
+#include "server/queue/run_rank.h"
 
 namespace meshfill {
 
@@ -72,8 +78,6 @@ class RunOrder {
   using Ticket = RunTicket;
 
   static constexpr double kLeadSeconds = 5;
-  // Classes: −kTopPriority to kTopPriority; others count as the nearest.
-  static constexpr int kTopPriority = 2;
 
   struct Options {
     absl::Duration max_age = absl::Minutes(10);  // longest time that a prefill waits or stands still, in all
@@ -150,21 +154,10 @@ class RunOrder {
 
  private:
   using Entry = RunEntry;
-  // What the order compares.
-  struct Rank {
-    bool stays;  // it lives, and no other can
-    bool aged;
-    int priority;
-    bool urgent;
-    absl::Time deadline;
-    double weighted_rest;
-    absl::Time complete_at;
-    Ticket ticket;
-    bool Before(const Rank& other) const;
-  };
 
-  Rank RankOf(Ticket ticket, const Entry& entry, absl::Time now) const;
-  std::vector<Ticket> Ranked(absl::Time now);  // all, the first to compute first
+  RunRank RankOf(Ticket ticket, const Entry& entry, const FreePlaces& places, absl::Time now) const;
+  Ranking Ranked(absl::Time now);  // all
+  FreePlaces PlacesNow(absl::Time now) const;
   // The first of `ranked` that may compute, and those beside it.
   Gang FirstThatMay(std::span<const Ticket> ranked, absl::Time now) const;
   void Give(const Gang& gang, absl::Time now);  // the turn
@@ -183,6 +176,7 @@ class RunOrder {
   Options options_;
   std::map<Ticket, Entry> entries_;
   std::vector<Ticket> computing_;
+  Elder elder_;
   uint64_t last_pack_ = 0;
   std::map<std::string, double> leads_;  // by tenant: seconds computed for it
 };

@@ -8,6 +8,7 @@
 #include "absl/time/clock.h"
 #include "grpcpp/grpcpp.h"
 #include "kernels/monotonic_time.h"
+#include "server/queue/queue_room.h"
 #include "tests/server/api/front_end_fixture.h"
 
 namespace meshfill {
@@ -88,6 +89,21 @@ TEST_F(FrontEndTest, BoundsWhatAResultHolds) {
   ExpectGoodRequestIsServed();
 }
 
+TEST_F(FrontEndTest, BoundsThePriorityOfATenant) {
+  StartServer({"tenants.batch.max_priority=-1"});
+  v1::PrefillHeader header = Header(1);
+  header.set_tenant("batch");
+  const Reply high = Prefill(header, {1});
+  EXPECT_EQ(high.status.code(), absl::StatusCode::kPermissionDenied);
+  EXPECT_NE(std::string(high.status.message()).find("max_priority"), std::string::npos) << high.status;
+  EXPECT_TRUE(WasRefusedOnce("credentials"));
+  header.set_priority(-1);
+  EXPECT_TRUE(Prefill(header, {1}).status.ok());
+  header.set_tenant("another");
+  header.set_priority(2);
+  EXPECT_TRUE(Prefill(header, {1}).status.ok());
+}
+
 // A channel whose windows take next to nothing until the application reads.
 std::shared_ptr<grpc::Channel> ChannelThatTakesNothing(const std::string& address) {
   grpc::ChannelArguments arguments;
@@ -138,6 +154,42 @@ TEST_F(FrontEndTest, BoundsTheBytesOfResultsThatNobodyReads) {
     EXPECT_EQ(reply.result.has_value(), i >= kCalls - 2) << i << " " << reply.status;
   }
   ExpectGoodRequestIsServed();
+}
+
+// K and V are their readers' while the lease lasts, and nobody's then, though the prefill's client is slow.
+TEST_F(FrontEndTest, AnUnreadResultHoldsNoKv) {
+  StartServer({"limits.result_timeout=1h"});
+  engine_->Hold();
+  const auto stub = v1::PrefillService::NewStub(ChannelThatTakesNothing(front_end_->address()));
+  v1::PrefillHeader header = Header(3);
+  header.mutable_kv()->set_keep(true);
+  Call call(*stub);
+  call.Send(header).Send({1, 2, 3}).HalfClose();
+  v1::ReleaseKvRequest request;
+  request.set_lease(call.ReadEvent().accepted().kv_lease());
+  ASSERT_TRUE(Eventually([&] { return Metric("meshfill_kv_bytes") > 0; }));
+  engine_->Release();
+  ASSERT_TRUE(Eventually([&] { return engine_->finished_runs() == 1; }));
+  grpc::ClientContext context;
+  v1::ReleaseKvReply reply;
+  EXPECT_TRUE(stub_->ReleaseKv(&context, request, &reply).ok());
+  EXPECT_TRUE(Eventually([&] { return Metric("meshfill_kv_bytes") == 0; }));
+  EXPECT_TRUE(call.Finish().status.ok());
+}
+
+// Room that leases will make later is none now, and an upload would not wait for it.
+TEST_F(FrontEndTest, ALongPromptWithoutRoomForKvIsRefusedWithItsHeader) {
+  StartServer();
+  v1::PrefillHeader header = Header(1000);
+  header.mutable_kv()->set_keep(true);
+  header.mutable_kv()->set_lease_seconds(600);
+  EXPECT_TRUE(Prefill(header, std::vector<uint32_t>(1000, 7)).status.ok());
+  const KvShape shape = KvShapeOf(engine_->model());
+  header.set_token_count(FakeEngine::kKvBytes / shape.LayerBytes(1) / shape.layers);  // all the room
+  ASSERT_GT(header.token_count(), static_cast<uint64_t>(QueueRoom::kFreeTokens));
+  const absl::Status refused = Call(*stub_).Send(header).HalfClose().Finish().status;
+  EXPECT_TRUE(absl::IsResourceExhausted(refused)) << refused;
+  EXPECT_TRUE(RetryAfter(refused).has_value()) << refused;
 }
 
 TEST_F(FrontEndTest, BoundsTheConnections) {

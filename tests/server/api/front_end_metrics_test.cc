@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "server/observe/log.h"
+#include "server/queue/refusal.h"
 #include "tests/server/api/front_end_fixture.h"
 
 namespace meshfill {
@@ -30,6 +31,8 @@ TEST_F(FrontEndMetricsTest, EachRequestEndsOnceAndOnlyAnswersHaveAFirstToken) {
   EXPECT_TRUE(Prefill(Header(3), {1, 2, 3}).status.ok());
   engine_->FailNext(absl::InternalError("NaN in the logits"));
   EXPECT_EQ(Prefill(Header(4), {1, 2, 3, 4}).status.code(), absl::StatusCode::kInternal);
+  engine_->FailNext(WithRefusal(absl::ResourceExhaustedError("no room for K and V"), Refusal::kKvRoom));
+  EXPECT_EQ(Prefill(Header(3), {1, 2, 3}).status.code(), absl::StatusCode::kResourceExhausted);
   EXPECT_EQ(AllRefused(), 0) << "what failed had its place";
   EXPECT_TRUE(Prefill(Header(5), {1, 2, 3, 4, 5}).status.ok());
 
@@ -60,16 +63,45 @@ TEST_F(FrontEndMetricsTest, EachRequestEndsOnceAndOnlyAnswersHaveAFirstToken) {
   EXPECT_EQ(Metric("meshfill_upload_seconds_count"), 2);
   EXPECT_EQ(Metric("meshfill_slowdown_count{up_to=\"8192\"}"), 2);
   EXPECT_EQ(Metric("meshfill_request_prompt_tokens_sum"), 8);
-  EXPECT_EQ(Metric("meshfill_queue_wait_seconds_count"), 3) << "of each prefill that began";
+  EXPECT_EQ(Metric("meshfill_queue_wait_seconds_count"), 4) << "of each prefill that began";
   EXPECT_EQ(Metric("meshfill_prefill_seconds_count"), 2);
   EXPECT_EQ(Metric("meshfill_prompt_tokens_total"), 8);
   EXPECT_EQ(Metric("meshfill_queue_requests"), 0);
+}
+
+// It was accepted, and is refused after all: with its reason, and when to come again.
+TEST_F(FrontEndMetricsTest, AnAcceptedPromptThatLosesItsPlaceIsRefused) {
+  StartServer({"queue.max_requests=2"});
+  engine_->PredictSeconds(30);
+  engine_->Hold(0);
+  const auto of = [](const std::string& tenant) {
+    v1::PrefillHeader header = Header(1);
+    header.set_tenant(tenant);
+    return header;
+  };
+  constexpr absl::Duration kLong = absl::Minutes(20);  // the predictions leave that much
+  Call runs(*stub_, kLong), waits(*stub_, kLong), newest(*stub_, kLong), other(*stub_, kLong);
+  runs.Send(of("busy")).Send({1}).HalfClose();
+  ASSERT_TRUE(engine_->WaitForBegun(1));
+  for (Call* call : {&waits, &newest}) {
+    call->Send(of("busy")).Send({1}).HalfClose();
+    EXPECT_TRUE(call->ReadEvent().has_accepted());
+  }
+  other.Send(of("other")).Send({1}).HalfClose();
+  const Reply lost = newest.Finish();
+  EXPECT_EQ(lost.status.code(), absl::StatusCode::kResourceExhausted) << lost.status;
+  EXPECT_GT(RetryAfter(lost.status).value_or(absl::ZeroDuration()), absl::Seconds(20)) << lost.status;
+  EXPECT_EQ(Refused("tenant_share"), 1);
+  EXPECT_EQ(AllRefused(), 1);
+  engine_->Release();
+  for (Call* call : {&runs, &waits, &other}) EXPECT_TRUE(call->Finish().status.ok());
 }
 
 // Of one request the figures are parts of each other: its time to first token is its upload and what its
 // slowdown is of.
 TEST_F(FrontEndMetricsTest, ASlowUploadIsInTheTimeToFirstTokenAndNotInTheSlowdown) {
   StartServer();
+  engine_->PredictSeconds(0.5);
   Call call(*stub_);
   call.Send(Header(3)).Send({1});
   ASSERT_TRUE(Eventually([&] {
@@ -81,10 +113,41 @@ TEST_F(FrontEndMetricsTest, ASlowUploadIsInTheTimeToFirstTokenAndNotInTheSlowdow
   const double ttft = Metric("meshfill_ttft_seconds_sum"), upload = Metric("meshfill_upload_seconds_sum");
   EXPECT_GT(upload, 0.05);
   EXPECT_GT(ttft, upload);
-  EXPECT_NEAR(ttft - upload,
-              Metric("meshfill_slowdown_sum{up_to=\"8192\"}") * Metric("meshfill_prefill_seconds_sum"),
-              1e-3 * ttft);
+  EXPECT_NEAR(ttft - upload, Metric("meshfill_slowdown_sum{up_to=\"8192\"}") * 0.5, 1e-3 * ttft);
   EXPECT_DOUBLE_EQ(reply.result->seconds().prefill(), Metric("meshfill_prefill_seconds_sum"));
+}
+
+// The last of three prompts runs beside another one, or shares its pass, and is predicted 120 s there.
+TEST_F(FrontEndMetricsTest, TheSlowdownIsOverThePredictionForThePromptAlone) {
+  for (const bool pack : {false, true}) {
+    StartServer({}, /*open=*/false, /*layers=*/4, /*capacity=*/pack ? 1 : 3);
+    engine_->PredictSeconds(100);
+    if (pack) {
+      engine_->SharePasses({.ranks = 4, .rank_tokens = 1024}, {.least_seconds = 120});
+    } else {
+      engine_->OfferSubmeshes({.submeshes = 2, .seconds = 120});
+    }
+    front_end_->Open(std::move(engine_owner_));
+    engine_->Hold(0);
+    const auto ttft = [&] {
+      return Metric("meshfill_ttft_seconds_sum") - Metric("meshfill_upload_seconds_sum");
+    };
+    const auto slowdown = [&] { return Metric("meshfill_slowdown_sum{up_to=\"8192\"}"); };
+    const double ttft_before = ttft(), slowdown_before = slowdown();
+    constexpr absl::Duration kLong = absl::Minutes(20);  // the predictions leave that much
+    Call runs(*stub_, kLong), second(*stub_, kLong), third(*stub_, kLong);
+    runs.Send(Header(1)).Send({1}).HalfClose();
+    ASSERT_TRUE(engine_->WaitForBegun(1));
+    for (Call* call : {&second, &third}) {
+      call->Send(Header(1)).Send({2}).HalfClose();
+      const v1::Accepted accepted = call->ReadEvent().accepted();
+      EXPECT_NEAR(accepted.predicted_seconds(), call == &third ? 120 : 100, 1e-6);
+    }
+    engine_->Release();
+    for (Call* call : {&runs, &second, &third}) EXPECT_TRUE(call->Finish().status.ok());
+    EXPECT_NEAR((slowdown() - slowdown_before) * 100, ttft() - ttft_before, 1e-6 * ttft()) << pack;
+    front_end_.reset();
+  }
 }
 
 TEST_F(FrontEndMetricsTest, AcceptedSaysTheWaitAndTheResultWhatItWas) {
@@ -130,9 +193,24 @@ TEST_F(FrontEndMetricsTest, ACachedPrefixShortensTheTurn) {
   for (Call* call : {&runs, &waits, &whole}) EXPECT_TRUE(call->Finish().status.ok());
 }
 
+// What is predicted with the header holds for a second.
+TEST_F(FrontEndMetricsTest, ALongUploadIsPlannedAgainWhenItIsComplete) {
+  StartServer();
+  engine_->PredictSeconds(3);
+  Call call(*stub_);
+  call.Send(Header(3)).Send({1});
+  ASSERT_TRUE(Eventually([&] { return GetPool().requests_size() == 1; }));
+  engine_->PredictSeconds(5);
+  const absl::Time planned = MonotonicNow();
+  ASSERT_TRUE(Eventually([&] { return MonotonicNow() - planned > absl::Seconds(1); }));
+  const Reply reply = call.Send({2, 3}).HalfClose().Finish();
+  ASSERT_TRUE(reply.status.ok()) << reply.status;
+  EXPECT_EQ(reply.accepted->predicted_seconds(), 5);
+}
+
 // Who runs beside others is told the plan and the seconds of its sub-mesh.
 TEST_F(FrontEndMetricsTest, AcceptedSaysThePlanOfTheSubmesh) {
-  StartServer({}, /*open=*/true, /*layers=*/4, /*capacity=*/2);
+  StartServer({}, /*open=*/true, /*layers=*/4, /*capacity=*/3);
   engine_->Hold(0);
   engine_->PredictSeconds(100);
   engine_->OfferSubmeshes({.submeshes = 2, .seconds = 110});
@@ -205,6 +283,19 @@ TEST_F(FrontEndMetricsTest, TheLogHasTheTraceOfAMessageThatNamesOne) {
     EXPECT_NE(log.find("code=OK"), std::string::npos) << log;
     EXPECT_EQ(log.find(one) == std::string::npos, ambiguous) << log;
     EXPECT_EQ(log.find(two), std::string::npos) << log;
+  }
+}
+
+// This server exports no spans of its own: the trace is the caller's.
+TEST_F(FrontEndMetricsTest, ATimeToFirstTokenHasTheTraceThatItsCallerRecords) {
+  StartServer();
+  for (const bool recorded : {false, true}) {
+    Call traced(*stub_, absl::Seconds(60),
+                {absl::StrCat("00-11111111111111111111111111111111-2222222222222222-0", recorded ? 1 : 0)});
+    EXPECT_TRUE(traced.Send(Header(1)).Send({1}).HalfClose().Finish().status.ok());
+    const std::string text = metrics_.Text(MetricsFormat::kOpenMetrics);
+    EXPECT_EQ(text.find("# {trace_id=\"11111111111111111111111111111111\"}") != std::string::npos, recorded)
+        << text;
   }
 }
 

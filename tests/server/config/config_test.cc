@@ -133,8 +133,8 @@ TEST_F(ConfigTest, TheDocsSayWhoReadsAKey) {
 
 // What is set is not replaced by its default.
 TEST_F(ConfigTest, WhatIsSetStays) {
-  const std::vector<std::string> values = {"7",     "7s",  "77m",         "77MiB", "true",
-                                           "false", "cpu", "127.0.0.7:7", "f32"};
+  const std::vector<std::string> values = {"1",    "7",     "7s",  "77m",         "77MiB",
+                                           "true", "false", "cpu", "127.0.0.7:7", "f32"};
   const auto loaded = [](const std::vector<std::string>& overrides) {
     const auto config = LoadConfig("", overrides);
     return config.ok() ? config->ShortDebugString() : "";
@@ -163,11 +163,12 @@ TEST_F(ConfigTest, TenantsHaveSharesAndBounds) {
   const auto config = LoadConfig(
       [&] {
         std::ofstream(path_) << "tenant_limits: {max_requests: 4, weight: 2}\n"
-                                "tenants:\n  batch: {weight: 0.5, max_kv_bytes: 1GiB}\n  \"\": {max_tokens: "
-                                "9, max_kv_bytes: 0}\n";
+                                "tenants:\n  batch: {weight: 0.5, max_kv_bytes: 1GiB, max_priority: 0}\n"
+                                "  \"\": {max_tokens: 9, max_kv_bytes: 0}\n";
         return path_;
       }(),
-      std::vector<std::string>{"tenants.batch.max_tokens=7", "tenants.new.weight=3"});
+      std::vector<std::string>{"tenants.batch.max_tokens=7", "tenants.new.weight=3",
+                               "tenants.new.max_priority=-1"});
   ASSERT_TRUE(config.ok()) << config.status();
   const Tenants tenants(*config);
   EXPECT_EQ(tenants.LimitsOf("batch").weight, 0.5);
@@ -178,6 +179,9 @@ TEST_F(ConfigTest, TenantsHaveSharesAndBounds) {
   EXPECT_EQ(tenants.LimitsOf("").max_kv_bytes, 0) << "no room is a bound, too";
   EXPECT_EQ(tenants.LimitsOf("new").weight, 3);
   EXPECT_EQ(tenants.LimitsOf("unnamed").weight, 2);
+  EXPECT_EQ(tenants.LimitsOf("batch").max_priority, 0) << "0 is a bound, too";
+  EXPECT_EQ(tenants.LimitsOf("new").max_priority, -1);
+  EXPECT_GE(tenants.LimitsOf("unnamed").max_priority, 2);
   EXPECT_EQ(tenants.LimitsOf("unnamed").max_tokens, std::numeric_limits<int64_t>::max());
 
   std::ofstream(path_) << "model: {path: m}\ntenants: {only: {weight: 0.5}}\n";
@@ -242,7 +246,8 @@ TEST_F(ConfigTest, DocumentedDefaultsAreTheRealOnes) {
   // A value of these is "given" where it is written.
   const std::set<std::string> unset = {"pool.link_bytes_per_second", "pool.link_latency",
                                        "pool.host_bytes_per_second", "tenant_limits.weight",
-                                       "tenants.NAME.weight"};
+                                       "tenants.NAME.weight",        "tenant_limits.max_priority",
+                                       "tenants.NAME.max_priority"};
   const auto loaded = [](const std::vector<std::string>& overrides) {
     const auto config = LoadConfig("", overrides);
     if (!config.ok()) return std::string(config.status().message());
@@ -535,6 +540,8 @@ TEST_F(ConfigTest, BoundsAreTakenAndWhatIsBeyondThemIsRefused) {
       {"tenant_limits.max_requests", {"1"}, {"0"}},
       {"tenant_limits.max_tokens", {"1"}, {"0"}},
       {"tenants.a.weight", {"0.001", "1000"}, {"0.0009", "1001", "0"}},
+      {"tenant_limits.max_priority", {"-2", "2"}, {"-3", "3", "-2147483648", "2147483648", "high"}},
+      {"tenants.a.max_priority", {"-2", "0", "2"}, {"-3", "3"}},
       {"trace.timeout", {"1ns"}, {"0s"}},
       {"plan.stripe", {"1", "1048576"}, {"0", "1048577"}},
       {"limits.upload_timeout", {"1ns"}, {"0s"}},
@@ -656,6 +663,9 @@ TEST_F(ConfigTest, EngineOptionsCarryEveryChoice) {
   EXPECT_EQ(ToEngineOptions(*Load("")).dtype, std::nullopt);
   EXPECT_EQ(ToEngineOptions(*Load("")).kv_memory_bytes, std::nullopt);
   EXPECT_EQ(ToEngineOptions(*Load("")).kv_host_memory_bytes, std::nullopt);
+  const EngineOptions none_kept = ToEngineOptions(*Load("kv: {memory_bytes: 0, host_memory_bytes: 0}"));
+  EXPECT_EQ(none_kept.kv_memory_bytes, 0) << "no default: nothing is kept";
+  EXPECT_EQ(none_kept.kv_host_memory_bytes, 0);
   EXPECT_EQ(ToEngineOptions(*Load("")).kv_cache, std::nullopt);
   EXPECT_EQ(ToEngineOptions(*Load("kv: {cache: false}")).kv_cache, false);
 }

@@ -45,8 +45,11 @@ TEST(MetricsTest, TellsAPrefill) {
   metrics.SetPool(PoolState::kReady, FakeEngine::kRanks);
   metrics.SetPeakFlops(2e12);
   metrics.SetQueueLimits(8192, absl::Minutes(5));
-  metrics.SetQueue(
-      {.requests = 3, .tokens = 4096, .requests_by_class = {0, 0, 1, 0, 2}, .running_tokens = 1000});
+  metrics.SetQueue({.requests = 3,
+                    .tokens = 4096,
+                    .requests_by_class = {0, 0, 1, 0, 2},
+                    .requests_by_tenant = {{"batch", 2}, {"other", 1}},
+                    .running_tokens = 1000});
   metrics.OnPrefillStart(0.02);
   metrics.OnPrefillDone(RunOnce(engine, 1000));
   metrics.OnComputed(3, /*others=*/true);
@@ -92,6 +95,8 @@ TEST(MetricsTest, TellsAPrefill) {
       {"meshfill_queue_class_requests{class=\"0\"}", 1},
       {"meshfill_queue_class_requests{class=\"2\"}", 2},
       {"meshfill_queue_class_requests{class=\"-2\"}", 0},
+      {"meshfill_queue_tenant_requests{tenant=\"batch\"}", 2},
+      {"meshfill_queue_tenant_requests{tenant=\"other\"}", 1},
       {"meshfill_request_prompt_tokens_bucket{le=\"65536\"}", 0},
       {"meshfill_request_prompt_tokens_bucket{le=\"262144\"}", 1},
       {"meshfill_request_prompt_tokens_bucket{le=\"16777216\"}", 1},

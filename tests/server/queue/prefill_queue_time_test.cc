@@ -5,9 +5,11 @@
 #include <string>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "server/queue/prefill_queue.h"
 #include "server/queue/queue_room.h"
+#include "server/queue/refusal.h"
 #include "tests/server/eventually.h"
 #include "tests/server/queue/prefill_queue_fixture.h"
 
@@ -105,6 +107,81 @@ TEST_F(PrefillQueueTimeTest, ATenantsShareTakesPlacesOfItsOwnAlone) {
   EXPECT_FALSE(HasPlace("own"));
 }
 
+// Who is first has all places only until another tenant asks. An accepted prompt that loses its place hears
+// it at once, an upload at its next message.
+TEST_F(PrefillQueueTimeTest, AFullQueueMakesRoomForATenantWithinItsShare) {
+  MakeQueue({.max_requests = 4});
+  const auto running = Run(100);
+  std::vector<std::unique_ptr<PrefillQueue::Slot>> slots;
+  std::vector<std::shared_ptr<RecordingWaiter>> waiters;
+  const auto submit = [&](const Request& request) {
+    slots.push_back(Reserve(request));
+    waiters.push_back(std::make_shared<RecordingWaiter>());
+    Submit(*slots.back(), 2, waiters.back());
+  };
+  for (const char* id : {"1", "2", "3"}) {
+    submit({.id = id, .tenant = "busy", .tokens = 3, .predicted_seconds = 60});
+  }
+  auto upload = Reserve({.id = "upload", .tenant = "busy", .tokens = 3, .predicted_seconds = 60});
+  Pass(absl::Milliseconds(500));
+  ExpectRefusedWithRetry({.id = "5", .tenant = "busy", .tokens = 3}, 1, 100);
+
+  submit({.id = "other's first", .tenant = "other", .tokens = 3, .predicted_seconds = 60});
+  EXPECT_FALSE(HasPlace("upload"));
+  submit({.id = "other's second", .tenant = "other", .tokens = 3, .predicted_seconds = 60});
+  EXPECT_FALSE(HasPlace("3"));
+  ExpectRefusedWithRetry({.id = "other's third", .tenant = "other", .tokens = 3}, 1, 100);
+  EXPECT_EQ(Metric("meshfill_queue_requests"), 4);
+
+  for (const absl::Status& lost :
+       {waiters[2]->Result().status(), upload->Pay(1), upload->Submit({1, 2, 3}, {}, waiters[2]).status()}) {
+    EXPECT_EQ(lost.code(), absl::StatusCode::kResourceExhausted);
+    EXPECT_EQ(RefusalOf(lost), Refusal::kTenantShare);
+    EXPECT_GE(RetryAfter(lost).value_or(absl::ZeroDuration()), absl::Seconds(90)) << "when a place is free";
+    EXPECT_NE(lost.message().find("another tenant"), absl::string_view::npos) << lost;
+  }
+  EXPECT_DOUBLE_EQ(waiters[2]->queue_seconds(), 0.5);
+  EXPECT_FALSE(running_->done());
+  engine_.Release();
+  for (const int kept : {0, 1, 3, 4}) EXPECT_TRUE(waiters[kept]->Result().ok());
+  EXPECT_EQ(engine_.first_ids().size(), 5u) << "what lost its place never ran";
+}
+
+// So does one whose upload goes on.
+TEST_F(PrefillQueueTimeTest, AnUploadTakesWhatOthersHaveBeyondTheirShare) {
+  constexpr int64_t kFree = QueueRoom::kFreeTokens;
+  MakeQueue({.max_tokens = 8 * kFree});
+  const auto running = Run(100);
+  auto upload = Reserve({.id = "upload", .tenant = "other", .tokens = 4 * kFree});
+  std::vector<std::unique_ptr<PrefillQueue::Slot>> slots;
+  std::vector<std::shared_ptr<RecordingWaiter>> waiters;
+  for (int i = 0; i < 7; ++i) {
+    slots.push_back(Reserve({.id = std::to_string(i), .tenant = "busy", .tokens = kFree}));
+    waiters.push_back(std::make_shared<RecordingWaiter>());
+    Submit(*slots.back(), 2, waiters.back());
+  }
+  EXPECT_TRUE(upload->Pay(2 * kFree).ok());
+  for (int i = 0; i < 7; ++i) EXPECT_EQ(waiters[i]->done(), i >= 4) << i;
+  EXPECT_TRUE(absl::IsResourceExhausted(waiters[4]->Result().status()));
+  EXPECT_EQ(Metric("meshfill_queue_tokens"), 8 * kFree);
+  engine_.Release();
+  for (int i = 0; i < 4; ++i) EXPECT_TRUE(waiters[i]->Result().ok());
+}
+
+TEST_F(PrefillQueueTimeTest, AClassThatTheTenantMayNotSendTakesNoPlace) {
+  v1::Config config;
+  (*config.mutable_tenants())["batch"].set_max_priority(-1);
+  PrefillQueue::Limits limits = {.max_requests = 2};
+  limits.tenants = Tenants(config);
+  MakeQueue(limits);
+  auto first = Reserve({.id = "first", .tenant = "busy", .tokens = 3});
+  auto second = Reserve({.id = "second", .tenant = "busy", .tokens = 3});
+  const auto denied = queue_->Reserve({.id = "denied", .tenant = "batch", .tokens = 3, .priority = 0});
+  EXPECT_EQ(denied.status().code(), absl::StatusCode::kPermissionDenied) << denied.status();
+  EXPECT_TRUE(HasPlace("second"));
+  EXPECT_NE(Reserve({.id = "batch", .tenant = "batch", .tokens = 3, .priority = -1}), nullptr);
+}
+
 TEST_F(PrefillQueueTimeTest, RetryIsUntilTheFirstThatWaitsBegins) {
   MakeQueue({.max_requests = 2});
   const auto running = Run(100);
@@ -178,6 +255,29 @@ TEST_F(PrefillQueueTimeTest, GaugesTellWhatWaitsUploadsAndRuns) {
   EXPECT_EQ(Metric("meshfill_running_tokens"), 0);
 }
 
+TEST_F(PrefillQueueTimeTest, GaugesTellWhatTheNamedTenantsHave) {
+  v1::Config config;
+  (*config.mutable_tenants())["batch"].set_weight(2);
+  PrefillQueue::Limits limits;
+  limits.tenants = Tenants(config);
+  MakeQueue(limits);
+  const auto requests = [&](const std::string& tenant) {
+    return Metric(absl::StrCat("meshfill_queue_tenant_requests{tenant=\"", tenant, "\"}"));
+  };
+  EXPECT_EQ(requests("batch"), 0);
+  EXPECT_EQ(requests("other"), 0);
+  const auto running = Run(100);
+  auto one = Reserve({.id = "1", .tenant = "batch", .tokens = 3});
+  auto two = Reserve({.id = "2", .tenant = "batch", .tokens = 3});
+  auto unnamed = Reserve({.id = "3", .tenant = "whoever", .tokens = 3});
+  EXPECT_EQ(requests("batch"), 2);
+  EXPECT_EQ(requests("other"), 1) << "what runs is not counted";
+  EXPECT_EQ(requests("whoever"), -1) << "clients make no series";
+  one.reset();
+  EXPECT_EQ(requests("batch"), 1);
+  engine_.Release();
+}
+
 // /metrics itself tells how old the oldest is, by the real time.
 TEST_F(PrefillQueueTimeTest, TheOldestHasWaitedSinceItsSubmit) {
   MakeQueue();
@@ -217,6 +317,21 @@ TEST_F(PrefillQueueTimeTest, WaitsAreCountedFromTheSubmitToTheBegin) {
   EXPECT_EQ(Metric("meshfill_prefill_seconds_count"), 2);
 }
 
+TEST_F(PrefillQueueTimeTest, SecondsAreComputedBesideOthersFromTheFirstThatWaitsToTheLast) {
+  MakeQueue();
+  const auto running = Run(1000);
+  Pass(absl::Seconds(5));
+  auto waits = Reserve({.id = "waits", .tokens = 3, .predicted_seconds = 1000});
+  Submit(*waits, 2, std::make_shared<RecordingWaiter>());
+  Pass(absl::Seconds(7));
+  waits.reset();
+  Pass(absl::Seconds(20));
+  engine_.Release();
+  ASSERT_TRUE(running_->Result().ok());
+  EXPECT_DOUBLE_EQ(Metric("meshfill_computing_seconds_total{others=\"yes\"}"), 7);
+  EXPECT_DOUBLE_EQ(Metric("meshfill_computing_seconds_total{others=\"no\"}"), 25);
+}
+
 TEST_F(PrefillQueueTimeTest, TheTimeThatItStoodStillIsWaiting) {
   MakeQueue();
   engine_.SayPaused(3.5);
@@ -252,7 +367,7 @@ TEST_F(PrefillQueueTimeTest, TheFirstReasonOfAStopCounts) {
 
 class PrefillQueueTurnsTest : public PrefillQueueTimeTest {
  protected:
-  PrefillQueueTurnsTest() : PrefillQueueTimeTest(/*capacity=*/2) {}
+  PrefillQueueTurnsTest() : PrefillQueueTimeTest(/*capacity=*/3) {}
 };
 
 TEST_F(PrefillQueueTurnsTest, EachPreemptionIsCounted) {
@@ -301,6 +416,30 @@ TEST_F(PrefillQueueTurnsTest, ThoseThatShareASubmeshTakeTurns) {
   EXPECT_EQ(paused(), 1);
   engine_.Release();
   for (const auto& waiter : waiters) EXPECT_TRUE(waiter->Result().ok());
+}
+
+TEST_F(PrefillQueueTurnsTest, WhoGaveWayMayStandStill) {
+  MakeQueue();
+  const auto running = Run(100);
+  auto shorter = Reserve({.id = "shorter", .tokens = 3, .predicted_seconds = 1});
+  auto waiter = std::make_shared<RecordingWaiter>();
+  Submit(*shorter, 2, waiter);
+  ASSERT_TRUE(engine_.WaitForBegun(2));
+  const auto shorter_has_done = [&](int layers) {
+    return Eventually([&] {
+      const auto jobs = queue_->snapshot().jobs;
+      return std::any_of(jobs.begin(), jobs.end(),
+                         [&](const auto& job) { return job.id == "shorter" && job.layers_done == layers; });
+    });
+  };
+  for (const int layers : {1, 2}) {
+    engine_.Hold(layers);
+    ASSERT_TRUE(shorter_has_done(layers));
+    EXPECT_EQ(queue_->standstill(now() + absl::Hours(layers)), "");
+  }
+  engine_.Release();
+  EXPECT_TRUE(waiter->Result().ok());
+  EXPECT_TRUE(running_->Result().ok());
 }
 
 // What has gone beyond its prediction gives way when time alone has passed: a thread of the queue looks.

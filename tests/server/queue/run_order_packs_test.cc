@@ -380,7 +380,7 @@ TEST(RunOrderPacks, TheDeadlinesOfAPackAskForOnePass) {
 TEST(RunOrderPacks, APackDoesNotGiveWayToItsLike) {
   Order order;
   RunOrder::Job job = ShortJob();
-  job.pack = {.tokens = kRoom.rank_tokens / 4, .pass_seconds = 0.04, .added_seconds = 0.08};
+  job.pack = {.tokens = kRoom.rank_tokens / 4, .pass_seconds = 0.04, .added_seconds = 0.09};
   for (int i = 0; i < 40; ++i) order.Add(job, 0);
   double now = 0;
   while (!order.rest_.empty()) {

@@ -181,6 +181,30 @@ TEST(RunOrderSubmeshes, NoMoreBeginThanMayLive) {
   }
 }
 
+// Each sub-mesh has one that computes, and a short one that comes waits for no end.
+TEST(RunOrderSubmeshes, AShortOneFindsAPlaceBesideThem) {
+  Order order(kWorkers + 1);
+  for (int i = 0; i < kWorkers + 1; ++i) order.Add(JobOf(10, 0.5), 0);
+  double now = 0;
+  order.Run(now, 1);
+  ASSERT_EQ(order.order_.live(), kWorkers) << "the last place is for a short one";
+  const Ticket comes = order.Add(JobOf(0.1, 0.5), now);
+  order.Run(now, 2);
+  EXPECT_NEAR(order.begins_.at(comes), 1, 1e-6);
+}
+
+// Where two may live beside a short one, two sub-meshes are as many as can be used.
+TEST(RunOrderSubmeshes, OnlyThoseThatMayLiveAreWeighed) {
+  for (const bool few : {true, false}) {
+    Order order(few ? 3 : 5);
+    const RunOrder::Job job = {.work_seconds = 1, .submeshes = {{.submeshes = 4, .seconds = 2}}};
+    for (int i = 0; i < 8; ++i) order.Add(job, 0);
+    double now = 0;
+    order.Run(now, 100);
+    EXPECT_EQ(order.submeshes_.at(1), few ? 1 : 4) << "two at once that take 2 s end later than in turn";
+  }
+}
+
 // What is told of the turns to come is what happens where nothing else comes, whatever lives already; but for
 // a few, where a moment decides who is first.
 TEST(RunOrderSubmeshes, WhatIsToldIsWhatHappens) {

@@ -45,6 +45,9 @@ class Pool {
   // Called whenever somebody computed: who, from when to when.
   std::function<void(const Prompt&, double, double)> on_computed = [](const Prompt&, double, double) {};
 
+  // Between two looks at whose turn it is, where nothing happens.
+  double look_seconds = std::numeric_limits<double>::infinity();
+
   void Run() {
     std::vector<size_t> by_time(prompts_.size());
     for (size_t i = 0; i < by_time.size(); ++i) by_time[i] = i;
@@ -64,7 +67,7 @@ class Pool {
         if (!prompt.begins.has_value()) prompt.begins = now;
         const double layer = prompt.work / kLayers;
         const double layer_ends = std::min(prompt.work, (std::floor(done / layer + 1e-6) + 1) * layer);
-        until = std::min(next_comes, now + layer_ends - done);
+        until = std::min({next_comes, now + layer_ends - done, now + look_seconds});
         on_computed(prompt, now, until);
         done += until - now;
         now = until;
@@ -204,10 +207,175 @@ TEST(RunOrder, NobodyWaitsLongerThanMaxAge) {
     const size_t starved = prompts.size();
     prompts.push_back(
         {.comes = 10, .work = by_class ? 0.1 : 5, .priority = by_class ? -2 : 0, .begins = {}, .ends = {}});
-    Pool({.max_age = absl::Seconds(kMaxAge), .most_live = 8}, prompts).Run();
+    Pool pool({.max_age = absl::Seconds(kMaxAge), .most_live = 8}, prompts);
+    pool.look_seconds = 0.05;
+    pool.Run();
     EXPECT_GE(*prompts[starved].begins, 10 + kMaxAge / 2) << "nothing held it back";
-    EXPECT_LE(*prompts[starved].ends, 10 + kMaxAge + prompts[starved].work + 0.2);
+    EXPECT_LE(*prompts[starved].begins, 10 + kMaxAge + 0.2);
+    EXPECT_LE(*prompts[starved].ends, 10 + kMaxAge + 2 * prompts[starved].work + 0.2);
   }
+}
+
+// More long prompts wait than end within max_age. Short ones that come do not wait for them to end, and those
+// end all the same, however many short ones come.
+TEST(RunOrder, ShortOnesDoNotWaitForAnAgedBacklog) {
+  std::mt19937_64 random(TestSeed());
+  constexpr double kMaxAge = 10, kLong = 5;
+  constexpr int kLongOnes = 20;
+  for (const bool flood : {false, true}) {
+    const double short_work = flood ? 0.5 : 0.05;
+    std::vector<Prompt> prompts;
+    for (int i = 0; i < kLongOnes; ++i) {
+      prompts.push_back({.comes = 0.01 * i, .work = kLong, .begins = {}, .ends = {}});
+    }
+    for (double now = 11; now < 80; now += flood ? 0.25 : Draw(random, 400, 600) / 1000.0) {
+      prompts.push_back({.comes = now, .work = short_work, .begins = {}, .ends = {}});
+    }
+    Pool pool({.max_age = absl::Seconds(kMaxAge), .most_live = 8}, prompts);
+    pool.look_seconds = 0.05;
+    pool.Run();
+    for (const Prompt& prompt : prompts) {
+      if (prompt.work == kLong) {
+        EXPECT_LE(*prompt.ends, kMaxAge + 2 * kLong * kLongOnes);
+      } else if (!flood) {
+        EXPECT_LE(*prompt.begins, prompt.comes + 0.3);
+      }
+    }
+  }
+}
+
+// Each aged prompt has its half of the time: one that has computed for long leaves the next none of its
+// credit.
+TEST(RunOrder, EachAgedOneEndsWithinTwiceItsWork) {
+  std::vector<Prompt> prompts = {{.comes = 0, .work = 60, .begins = {}, .ends = {}},
+                                 {.comes = 0.1, .work = 4, .priority = -1, .begins = {}, .ends = {}},
+                                 {.comes = 0.2, .work = 11, .priority = 2, .begins = {}, .ends = {}}};
+  // Short ones as fast as the pool computes them, when the first has computed for long.
+  for (double now = 68; now < 120; now += 0.05) {
+    prompts.push_back({.comes = now, .work = 0.05, .begins = {}, .ends = {}});
+  }
+  Pool pool({.max_age = absl::Seconds(10), .most_live = 8}, prompts);
+  pool.look_seconds = 0.05;
+  pool.Run();
+  EXPECT_GE(*prompts[0].ends, 68);
+  EXPECT_LE(*prompts[1].begins, *prompts[0].ends + 0.2);
+  EXPECT_LE(*prompts[1].ends, *prompts[0].ends + 2 * 4 + 0.2);
+}
+
+// Long prompts of other tenants have begun, so many as may: a short one that comes waits for no end of
+// theirs.
+TEST(RunOrder, TheLastPlaceIsKeptForAShortOne) {
+  std::vector<Prompt> prompts;
+  for (const char* tenant : {"a", "b", "c"}) {
+    prompts.push_back({.comes = 0, .work = 100, .tenant = tenant, .begins = {}, .ends = {}});
+  }
+  prompts.push_back({.comes = 60, .work = 0.1, .tenant = "d", .begins = {}, .ends = {}});
+  Pool pool({.max_age = absl::Hours(1), .most_live = 3}, prompts);
+  pool.look_seconds = 0.05;
+  pool.Run();
+  EXPECT_LE(*prompts[0].begins, 0.1);
+  EXPECT_LE(*prompts[1].begins, 60) << "both live";
+  EXPECT_GE(*prompts[2].begins, std::min(*prompts[0].ends, *prompts[1].ends));
+  EXPECT_LE(*prompts[3].ends, 60.2);
+}
+
+// What it is told knows that place.
+TEST(RunOrder, PredictsTheWaitForAPlace) {
+  RunOrder order({.max_age = absl::Hours(1), .most_live = 2});
+  order.Announce(1, {.tenant = "t", .work_seconds = 10}, At(0));
+  order.Complete(1, At(0));
+  EXPECT_EQ(order.Choose(At(0)), 1u);
+  EXPECT_EQ(order.WaitSeconds({.tenant = "t", .priority = 1, .work_seconds = 4.9}, At(0)), 0);
+  EXPECT_NEAR(order.WaitSeconds({.tenant = "t", .priority = 1, .work_seconds = 5.1}, At(0)), 10, 1e-6);
+}
+
+// A class has half of the time, though what is aged is of a lower one.
+TEST(RunOrder, AHigherClassWaitsForAnAgedOneNoLongerThanForItself) {
+  std::vector<Prompt> prompts = {{.comes = 0, .work = 2.3, .priority = 1, .begins = {}, .ends = {}},
+                                 {.comes = 0.1, .work = 100, .priority = -2, .begins = {}, .ends = {}},
+                                 {.comes = 2.5, .work = 5, .priority = 2, .begins = {}, .ends = {}}};
+  Pool pool({.max_age = absl::Seconds(2), .most_live = 8}, prompts);
+  pool.look_seconds = 0.05;
+  pool.Run();
+  EXPECT_NEAR(*prompts[1].begins, 2.1, 0.1);
+  EXPECT_NEAR(*prompts[2].begins, 2.3 + 0.2 + 5, 0.2) << "after the first one's rest";
+}
+
+// One that takes longer than predicted ends before an aged one goes on, as far as it is not too much longer.
+TEST(RunOrder, AWrongPredictionDoesNotTakeTurnsWithAnAgedOne) {
+  for (const double predicted_of_work : {0.9, 1.0}) {
+    std::vector<Prompt> prompts = {{.comes = 0, .work = 2.3, .priority = 1, .begins = {}, .ends = {}},
+                                   {.comes = 0, .work = 100, .begins = {}, .ends = {}},
+                                   {.comes = 3,
+                                    .work = 8,
+                                    .priority = 1,
+                                    .predicted_of_work = predicted_of_work,
+                                    .begins = {},
+                                    .ends = {}}};
+    Pool pool({.max_age = absl::Seconds(2), .most_live = 8}, prompts);
+    pool.look_seconds = 0.05;
+    pool.Run();
+    EXPECT_GE(*prompts[2].begins, 9) << "nothing held it back";
+    EXPECT_NEAR(*prompts[2].ends, *prompts[2].begins + 8, 1e-6);
+  }
+}
+
+// The credit that lets one go before an aged prompt is gone when that one has ended.
+TEST(RunOrder, PredictsThatACreditIsSpent) {
+  RunOrder order({.max_age = absl::Seconds(10), .most_live = 8});
+  const auto come = [&](Ticket ticket, double work, double now) {
+    order.Announce(ticket, {.tenant = "t", .work_seconds = work}, At(now));
+    order.Complete(ticket, At(now));
+  };
+  come(1, 11, 0);
+  come(2, 1000, 0);
+  EXPECT_EQ(order.Choose(At(0)), 1u);
+  order.Remove(1, At(11));
+  EXPECT_EQ(order.Choose(At(11)), 2u);
+  for (const Ticket ticket : {3, 4, 5}) come(ticket, 8, 21);
+  EXPECT_EQ(order.Choose(At(21)), 3u) << "10 s of credit";
+  const std::vector<RunOrder::Turn> turns = order.Turns(At(21));
+  EXPECT_EQ(turns[1].ticket, 2u);
+  EXPECT_EQ(turns[2].ticket, 4u);
+  EXPECT_NEAR(turns[2].begins_seconds, 8 + 6, 0.1) << "2 s of credit are left when the first has ended";
+}
+
+// What waits for an aged prompt hears of its wait what will be; but for a few, where a moment decides whether
+// a short one still is beside what is left of the aged one.
+TEST(RunOrder, PredictsTheWaitForAnAgedOne) {
+  std::mt19937_64 random(TestSeed());
+  constexpr int kDraws = 200;
+  int wrong = 0;
+  for (int draw = 0; draw < kDraws; ++draw) {
+    RunOrder order({.max_age = absl::Seconds(10), .most_live = 8});
+    std::map<Ticket, double> rest;
+    const auto add = [&](Ticket ticket, double work, double now) {
+      order.Announce(ticket, {.tenant = "t", .work_seconds = work}, At(now));
+      order.Complete(ticket, At(now));
+      rest[ticket] = work;
+    };
+    double now = 0;
+    const auto look = [&] {
+      const Ticket ticket = order.Choose(At(now));
+      const double step = std::min(0.02, rest.at(ticket));
+      now += step;
+      if ((rest.at(ticket) -= step) > 1e-9) return;
+      order.Remove(ticket, At(now));
+      rest.erase(ticket);
+    };
+    for (Ticket ticket = 1; ticket <= 30; ++ticket) add(ticket, Draw(random, 4000, 9000) / 1000.0, 0);
+    const double until = Draw(random, 20, 60);
+    while (now < until) look();
+    Ticket last = 30;
+    for (int i = Draw(random, 0, 5); i > 0; --i) add(++last, Draw(random, 10, 1500) / 1000.0, now);
+    const double work = Draw(random, 10, 1500) / 1000.0;
+    const double predicted = order.WaitSeconds({.tenant = "t", .work_seconds = work}, At(now));
+    add(++last, work, now);
+    const double told_at = now;
+    while (order.Choose(At(now)) != last) look();
+    if (std::abs(now - told_at - predicted) > 0.2 + 0.1 * predicted) ++wrong;
+  }
+  EXPECT_LE(wrong, kDraws / 20);
 }
 
 TEST(RunOrder, AFloodOfOneTenantLeavesTheOtherItsHalf) {

@@ -42,11 +42,13 @@ class NoKv final : public KvSource {
 // Has one lease, of parts without end.
 class EndlessKv final : public KvSource {
  public:
+  explicit EndlessKv(int64_t held_bytes = 0) : held_bytes_(held_bytes) {}  // by each reader
+
   absl::StatusOr<std::unique_ptr<KvReader>> Open(const v1::FetchKvRequest&, const std::string&, int64_t,
                                                  std::function<void()>) override {
     ++opened;
     if (!lives) return absl::NotFoundError("the lease has ended");
-    return std::make_unique<Reader>();
+    return std::make_unique<Reader>(held_bytes_);
   }
   absl::Time EndLapsed() override { return absl::InfiniteFuture(); }
   KvStore::Counts counts() const override { return {}; }
@@ -58,11 +60,17 @@ class EndlessKv final : public KvSource {
  private:
   class Reader final : public KvReader {
    public:
+    explicit Reader(int64_t held_bytes) : held_bytes_(held_bytes) {}
     absl::StatusOr<Next> Take(v1::KvPart& part) override {
       part.set_k(std::string(1 << 20, 'k'));
       return Next::kPart;
     }
+    int64_t held_bytes() const override { return held_bytes_; }
+
+   private:
+    const int64_t held_bytes_;
   };
+  const int64_t held_bytes_;
 };
 
 // The health of a service: 1 SERVING, 2 NOT_SERVING (grpc.health.v1); -1: an error.
@@ -231,6 +239,52 @@ TEST(HolderService, AReaderWhoStandsStillIsEndedOnceItsLeaseIs) {
   for (v1::KvPart part; stream->Read(&part);) ++parts;  // what had come before
   EXPECT_LT(parts, 30);
   EXPECT_EQ(stream->Finish().error_code(), grpc::StatusCode::CANCELLED);
+}
+
+// Where parts come from several places, what is gathered for a reader is more than its part.
+TEST(HolderService, WhatReadersHoldBesideTheirPartsIsBoundedToo) {
+  v1::Config config = Defaults();
+  config.mutable_limits()->mutable_result_timeout()->set_seconds(0);
+  config.mutable_limits()->mutable_result_timeout()->set_nanos(100'000'000);
+  config.mutable_limits()->set_unread_bytes(100 << 20);
+  EndlessKv held(/*held_bytes=*/60 << 20);
+  const auto service = HolderService::Start("127.0.0.1:0", config, held);
+  ASSERT_TRUE(service.ok()) << service.status();
+  grpc::ChannelArguments own;
+  own.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);  // the window of a connection is shared
+  const CapturedLog log;
+  grpc::ClientContext contexts[2];
+  std::vector<std::unique_ptr<grpc::ClientReader<v1::KvPart>>> readers;
+  for (grpc::ClientContext& context : contexts) {
+    const auto stub = v1::PrefillService::NewStub(
+        grpc::CreateCustomChannel((*service)->address(), grpc::InsecureChannelCredentials(), own));
+    readers.push_back(stub->FetchKv(&context, {}));
+  }
+  EXPECT_TRUE(Eventually([&] { return log.CountOf("its part has waited longest") == 1; })) << log.Text();
+  for (grpc::ClientContext& context : contexts) context.TryCancel();
+  for (const auto& reader : readers) EXPECT_EQ(reader->Finish().error_code(), grpc::StatusCode::CANCELLED);
+}
+
+// As a front-end has them, but that a part may wait as long as one reader does.
+TEST(HolderService, PartsThatNobodyReadsAreBounded) {
+  v1::Config config = Defaults();
+  config.mutable_limits()->set_unread_bytes(3 << 19);
+  config.mutable_limits()->mutable_result_timeout()->set_seconds(0);
+  config.mutable_limits()->mutable_result_timeout()->set_nanos(100'000'000);
+  EndlessKv held;
+  const CapturedLog log;
+  const auto service = HolderService::Start("127.0.0.1:0", config, held);
+  ASSERT_TRUE(service.ok()) << service.status();
+  const auto stub = v1::PrefillService::NewStub(
+      grpc::CreateChannel((*service)->address(), grpc::InsecureChannelCredentials()));
+  grpc::ClientContext first_context, second_context;
+  const auto first = stub->FetchKv(&first_context, {});
+  const auto second = stub->FetchKv(&second_context, {});
+  EXPECT_TRUE(Eventually([&] { return log.CountOf("its part has waited longest for its reader") == 1; }))
+      << log.Text();
+  for (grpc::ClientContext* context : {&first_context, &second_context}) context->TryCancel();
+  first->Finish();
+  second->Finish();
 }
 
 TEST(HolderService, HealthFollowsTheMembership) {

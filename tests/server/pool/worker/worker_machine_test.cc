@@ -46,8 +46,11 @@ TEST_F(WorkerMachineTest, TakesARunFromPrepareToFinish) {
   ASSERT_EQ(prepared_.size(), 1u);
   ASSERT_EQ(prepared_[0].shards.size(), 2u);
   EXPECT_EQ(prepared_[0].first_rank, kFirstRank);
-  EXPECT_EQ(static_cast<int64_t>(prepared_[0].shards[1].size()),
-            plan_.layout.ChunkTokens(plan_.RankAt(kFirstRank + 1)));
+  for (int rank = 0; rank < kRanks; ++rank) {
+    std::vector<uint32_t> ids(plan_.layout.ChunkTokens(plan_.RankAt(kFirstRank + rank)));
+    for (size_t i = 0; i < ids.size(); ++i) ids[i] = static_cast<uint32_t>(i % 90);
+    EXPECT_EQ(prepared_[0].shards[rank], ids) << "of both messages, in their order";
+  }
   EXPECT_TRUE(sent_.empty());
 
   machine_.OnRunPrepared(5, std::vector<std::string>{"b", "c"});
