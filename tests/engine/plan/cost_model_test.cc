@@ -236,6 +236,17 @@ TEST(AttentionSecondsOf, AnExchangeMovesThePrefixToo) {
   EXPECT_DOUBLE_EQ(to_heads(1024), 3 * 0.5 + 3 * (q + kv + kv / 4) / 1e6);
 }
 
+// Two chunks of 200 and 100 tokens: all wait for the half of the heads of the longer one.
+TEST(AttentionSecondsOf, AnExchangeTakesAsLongAsThatOfTheLongestChunk) {
+  PoolSpeed speed = Instant();
+  speed.link_bytes_per_second = 1e6;
+  const PlanShape shape = Shape(LayoutKind::kStriped, 300, {1, 1}, 2, 200, speed);
+  const AttentionSeconds seconds = AttentionSecondsOf(Model(), speed, shape, 0);
+  const double q = 200 * 4 * 64 * 2;
+  EXPECT_DOUBLE_EQ(seconds.to_heads, 3 * q / 1e6);
+  EXPECT_DOUBLE_EQ(seconds.to_tokens, q / 1e6);
+}
+
 // In slices, the first layer has no outputs before it and the last one no products behind it.
 TEST(AttentionSecondsOf, TheFirstAndTheLastLayerHideLess) {
   const double work = 4.0, q = 1024 * 2 * 64 * 2;

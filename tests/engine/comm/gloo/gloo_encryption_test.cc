@@ -4,6 +4,7 @@
 #include <optional>
 
 #include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
 #include "engine/comm/checksum.h"
 #include "tests/engine/comm/gloo/gloo_ranks.h"
 #include "tests/engine/comm/gloo/record_relay.h"
@@ -120,6 +121,30 @@ TEST(GlooEncryption, AnyChangeOnTheWireEndsTheRun) {
                      return std::vector<std::string>{record};
                    });
   }
+}
+
+// Rank 2 has lost a message to rank 0 when what rank 3 sends is changed.
+TEST(GlooEncryption, AChangeIsToldAfterAMessageToAnotherWasLost) {
+  GlooEndpoints endpoints(4, {.encrypt = true});
+  RecordRelay relay(endpoints.addresses[2], [](RecordRelay::Direction direction, int, std::string record) {
+    if (direction == RecordRelay::kToServer) record[100] = static_cast<char>(record[100] ^ 1);
+    return std::vector<std::string>{record};
+  });
+  auto ranks = endpoints.ConnectAll();
+  auto first = ranks[2]->SendReceive(Traffic::kQ, 0, PatternBuffer(20 << 20, 1), 3, 1).value();
+  auto changed = ranks[2]->SendReceive(Traffic::kKv, 1, PatternBuffer(1, 2), 3, kMessageBytes).value();
+  ranks[0]->Abort(absl::AbortedError("over"));
+  ExpectStatus(first->Wait(Soon()).status(), absl::StatusCode::kUnavailable,
+               {"rank 2", "the connection with rank 0 is lost"});
+  ASSERT_TRUE(ranks[3]->SendReceive(Traffic::kKv, 2, PatternBuffer(kMessageBytes, 3), 2, 1).ok());
+  const auto is_connected = [&] {  // with the sender
+    return ranks[2]->SendReceive(Traffic::kO, 1, PatternBuffer(1, 4), 3, 1).ok();
+  };
+  const absl::Time deadline = Soon();
+  while (is_connected() && MonotonicNow() < deadline) absl::SleepFor(absl::Milliseconds(1));
+  ExpectStatus(changed->Wait(Soon()).status(), absl::StatusCode::kDataLoss,
+               {"rank 2", "recv_kv", "the connection with rank 3 is lost: TLS: "});
+  for (auto& rank : ranks) rank->Abort(absl::AbortedError("over"));
 }
 
 TEST(GlooEncryption, RanksOfDifferentKeysDoNotMeet) {

@@ -116,6 +116,20 @@ TEST(GlooProcesses, SurviveAStop) {
   EXPECT_EQ(processes.Join(1), 0);
 }
 
+// Nor does it keep who has ended its run: a worker takes no other until then.
+TEST(GlooProcesses, ARunEndsSoonBesideAStoppedPeer) {
+  GlooProcesses processes(2, [](int, Communicator&, Pipe& report, Pipe&) {
+    report.Write("r");
+    while (true) pause();
+    return 0;
+  });
+  EXPECT_EQ(processes.report(1).Read(1), "r");
+  processes.Stop(1);
+  const absl::Time start = MonotonicNow();
+  processes.EndRun();
+  EXPECT_LT(MonotonicNow() - start, absl::Seconds(20)) << "a second is what it waits";
+}
+
 // A peer that is killed while it is stopped ends the waits for it, and those of who had a message for it that
 // has not left.
 TEST(GlooProcesses, AKillOfAStoppedPeerIsNoticed) {

@@ -186,6 +186,15 @@ class GlooProcesses {
   Pipe& command(int rank) { return children_[rank]->command; }
   void Kill(int rank, int signal) { EXPECT_EQ(kill(children_[rank]->pid, signal), 0); }
 
+  // Returns once it stands still, whatever it was at.
+  void Stop(int rank) {
+    Kill(rank, SIGSTOP);
+    int status = 0;
+    EXPECT_EQ(waitpid(children_[rank]->pid, &status, WUNTRACED), children_[rank]->pid);
+    EXPECT_TRUE(WIFSTOPPED(status));
+  }
+  void EndRun() { communicator_.reset(); }  // of rank 0
+
   // The exit status, or minus the signal that ended it.
   int Join(int rank) {
     int status = 0;

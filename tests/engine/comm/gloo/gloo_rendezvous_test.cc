@@ -323,6 +323,26 @@ TEST(GlooRendezvous, WhoHangsUpInTheHandshakeIsNamed) {
   ExpectStatus(met, absl::StatusCode::kUnavailable, {"rank 1", "rank 0", "hung up in the TLS handshake"});
 }
 
+// Who is busy in the handshake is waited for, longer than a stranger that says nothing.
+TEST(GlooRendezvous, ASlowPeerIsNotGivenUpByItsCaller) {
+  const Listener listener;
+  const auto rank0 = Listen(0, {.encrypt = true});
+  const auto rank1 = Listen(1, {.encrypt = true, .hello_timeout = absl::Milliseconds(1)});
+  std::vector<std::string> addresses = {listener.InsteadOf(rank0->address()), rank1->address()};
+  absl::Status met;
+  std::thread connect([&] { met = rank1->Connect(addresses, Soon()).status(); });
+  {
+    const Stranger caller(listener.Accept());
+    const std::string hello = caller.Hear(kHelloBytes);
+    caller.Say(hello.substr(0, kMagicBytes) + SecretOf(addresses[1]));
+    EXPECT_NE(caller.Hear(1), "") << "the handshake begins";
+    const Stranger silent(addresses[1]);
+    EXPECT_TRUE(silent.IsDropped()) << "that long the peer has taken, too";
+  }
+  connect.join();  // it hears what becomes of the call
+  ExpectStatus(met, absl::StatusCode::kUnavailable, {"rank 1", "rank 0", "hung up in the TLS handshake"});
+}
+
 // Rank 0 has met rank 1, and waits for rank 2: who repeats rank 1's hello takes nobody's place.
 TEST(GlooRendezvous, AHelloCountsOnce) {
   std::vector<std::unique_ptr<GlooRendezvous>> ranks;
