@@ -114,6 +114,8 @@ absl::Status PrefillStream::TakeHeader() {
   plan_ = SummaryOf(choice);
   predicted_seconds_ = choice.plan.predicted.seconds;
   planned_at_ = MonotonicNow();
+  // What is refused for its K and V takes nobody's place.
+  if (!HasRoomForKv(choice.plan)) RETURN_IF_ERROR(AdmitKv(choice.plan));
 
   ASSIGN_OR_RETURN(auto slot, environment_.queue.Reserve({.id = header_.request_id(),
                                                           .tenant = header_.tenant(),
@@ -171,9 +173,13 @@ absl::Status PrefillStream::PrepareKv() {
   return absl::OkStatus();
 }
 
+bool PrefillStream::HasRoomForKv(const Plan& plan) const {
+  return kv_ == nullptr || environment_.kv->HasRoom(*kv_, plan, header_.tenant());
+}
+
 absl::Status PrefillStream::AdmitKv(const Plan& plan) {
-  if (kv_ == nullptr) return absl::OkStatus();
-  if (!PaysForKv() && environment_.kv->HasRoom(*kv_, plan, header_.tenant())) return absl::OkStatus();
+  if (kv_ == nullptr || lease_ != nullptr) return absl::OkStatus();
+  if (!PaysForKv() && HasRoomForKv(plan)) return absl::OkStatus();
   ASSIGN_OR_RETURN(lease_, environment_.kv->Admit(kv_, plan, header_.tenant(), header_.kv().lease_seconds()));
   options_.kv_lease = lease_->id();
   return absl::OkStatus();
@@ -205,10 +211,11 @@ absl::Status PrefillStream::TakeTokens() {
   }
   tokens_.insert(tokens_.end(), ids.begin(), ids.end());
   if (hasher_.has_value()) hasher_->Append({ids.data(), static_cast<size_t>(ids.size())});
-  RETURN_IF_ERROR(slot_->Pay(std::ssize(tokens_)));
-  if (kv_ == nullptr || lease_ != nullptr || !PaysForKv()) return absl::OkStatus();
-  ASSIGN_OR_RETURN(const PlanChoice choice, MakePlan(token_count_));
-  return AdmitKv(choice.plan);
+  if (kv_ != nullptr && lease_ == nullptr && PaysForKv()) {  // before it may take another's place, too
+    ASSIGN_OR_RETURN(const PlanChoice choice, MakePlan(token_count_));
+    RETURN_IF_ERROR(AdmitKv(choice.plan));
+  }
+  return slot_->Pay(std::ssize(tokens_));
 }
 
 absl::Status PrefillStream::CheckIds() const {

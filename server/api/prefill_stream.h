@@ -95,6 +95,7 @@ class PrefillStream final : public PrefillReactor,
   // none, and takes it when half of its tokens have come.
   absl::Status PrepareKv() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   bool PaysForKv() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  bool HasRoomForKv(const Plan& plan) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   absl::Status AdmitKv(const Plan& plan) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // The lease runs from now on.
   void GiveKv() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);

@@ -424,15 +424,16 @@ double Membership::peak_flops() const {
 
 PoolCapacity CapacityOf(const std::vector<const Membership::Worker*>& workers, const Topology& links) {
   PoolCapacity all = CapacityOfAll(workers, links);
-  PoolSpeed speed;  // of those before
+  PoolSpeed speed;           // of those before
+  double alike_seconds = 0;  // per FLOP, of the first of those that count as alike
   for (size_t before = 0; before < workers.size(); ++before) {
     const PoolSpeed offered = FromProto(workers[before]->offer.speed());
-    const PoolSpeed with = before == 0 ? offered : SlowerOf(speed, offered);
-    if (before > 0 && SecondsPerFlop(with) > kSlower * SecondsPerFlop(speed)) {
-      all.faster_parts.push_back(CapacityOfAll(std::span(workers).first(before), links));
-      all.faster_parts.back().shared_weights.reset();
-    }
-    speed = with;
+    speed = before == 0 ? offered : SlowerOf(speed, offered);
+    if (before > 0 && SecondsPerFlop(speed) <= kSlower * alike_seconds) continue;
+    alike_seconds = SecondsPerFlop(speed);
+    if (before == 0) continue;
+    all.faster_parts.push_back(CapacityOfAll(std::span(workers).first(before), links));
+    all.faster_parts.back().shared_weights.reset();
   }
   return all;
 }

@@ -182,7 +182,8 @@ absl::StatusOr<PlanChoice> PlanOnFastest(
     const PoolCapacity& capacity, const PrefillOptions& options,
     const std::function<absl::StatusOr<PlanChoice>(const PoolCapacity& part)>& plan) {
   absl::StatusOr<PlanChoice> best = plan(capacity);
-  if (NeedsAllRanks(capacity, options)) return best;
+  const bool keeps_kv = options.kv != nullptr;  // on all workers: a few may have no room for it
+  if (keeps_kv || NeedsAllRanks(capacity, options)) return best;
   for (const PoolCapacity& part : capacity.faster_parts) {
     absl::StatusOr<PlanChoice> choice = plan(part);
     if (IsFaster(choice, best)) best = std::move(choice);

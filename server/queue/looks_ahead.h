@@ -21,7 +21,7 @@ class LooksAhead {
 
  private:
   static constexpr int kLooks = 32;
-  static constexpr double kLeastSeconds = 0.02;  // between two looks: no rank changes much before
+  static constexpr double kLeastSeconds = 0.1;  // between two looks: no rank changes much before
   static constexpr double kLeastShare = 0.05;    // the same, of the time until then
 
   double LeastSeconds(double seconds) const {

@@ -213,7 +213,9 @@ absl::Status PrefillQueue::Pay(uint64_t ticket, int64_t tokens_so_far) {
 }
 
 void PrefillQueue::RemoveLosers(std::span<const QueueRoom::LostPlace> places, Dropped& dropped) {
-  for (const QueueRoom::LostPlace& place : places) dropped.jobs.push_back(Remove(place.ticket));
+  std::vector<uint64_t> tickets;
+  for (const QueueRoom::LostPlace& place : places) tickets.push_back(place.ticket);
+  dropped.jobs = Remove(tickets);
 }
 
 void PrefillQueue::TellLosers(std::span<const QueueRoom::LostPlace> places, Dropped& dropped) {
@@ -244,11 +246,18 @@ void PrefillQueue::Withdraw(uint64_t ticket) {
 }
 
 std::unique_ptr<PrefillQueue::Job> PrefillQueue::Remove(uint64_t ticket) {
-  std::unique_ptr<Job> job = std::move(jobs_.at(ticket));
-  jobs_.erase(ticket);
-  room_.Remove(ticket);
-  order_.Remove(ticket, clock_());
-  return job;
+  return std::move(Remove({&ticket, 1}).front());
+}
+
+std::vector<std::unique_ptr<PrefillQueue::Job>> PrefillQueue::Remove(std::span<const uint64_t> tickets) {
+  std::vector<std::unique_ptr<Job>> jobs;
+  for (const uint64_t ticket : tickets) {
+    jobs.push_back(std::move(jobs_.at(ticket)));
+    jobs_.erase(ticket);
+    room_.Remove(ticket);
+  }
+  order_.Remove(tickets, clock_());
+  return jobs;
 }
 
 void PrefillQueue::Drain() {
@@ -261,12 +270,12 @@ void PrefillQueue::StopAll(const absl::Status& reason) {
   const MutexLock lock(mu_);
   if (stopping_) return;
   draining_ = stopping_ = true;
-  for (auto entry = jobs_.begin(); entry != jobs_.end();) {
-    Job& job = *entry->second;
-    ++entry;
-    Lose(job, reason);
-    job.begun ? StopLive(job) : dropped.jobs.push_back(Remove(job.ticket));
+  std::vector<uint64_t> tickets;
+  for (const auto& [ticket, job] : jobs_) {
+    Lose(*job, reason);
+    job->begun ? StopLive(*job) : tickets.push_back(ticket);
   }
+  dropped.jobs = Remove(tickets);
   PublishCount();
   changed_.NotifyAll();
 }

@@ -203,6 +203,8 @@ class PrefillQueue {
   absl::Status CheckUnused(const std::string& id) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // Forgets the request. The caller frees its job, best after the lock.
   std::unique_ptr<Job> Remove(uint64_t ticket) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  std::vector<std::unique_ptr<Job>> Remove(std::span<const uint64_t> tickets)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   RunOrder::Job ToRunOrder(const Request& request) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void PublishCount() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // Counts the time until now as it was, and goes on as it is.

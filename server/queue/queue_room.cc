@@ -85,7 +85,9 @@ std::vector<QueueRoom::LostPlace> QueueRoom::PlacesToTakeFor(const RunOrder::Job
   const absl::Time now = clock_();
   if (IsSoonEnough(job, order.MostWaitSeconds(now), now)) return taken;
   RunOrder without_them = order;
-  for (const LostPlace& lost : taken) without_them.Remove(lost.ticket, now);
+  std::vector<Ticket> gone;
+  for (const LostPlace& lost : taken) gone.push_back(lost.ticket);
+  without_them.Remove(gone, now);
   if (!CheckWait(job, without_them).ok()) return {};
   return taken;
 }

@@ -20,7 +20,7 @@
 // Of what is full then, places or tokens, each tenant that has some or asks has a share by its weight, at
 // least one prompt. One that is within its share takes what others have beyond theirs, to enter and to upload
 // the rest: so nobody keeps it out by being first. The tenant that is furthest beyond its share loses the
-// newest prompt of its lowest class, though it be accepted. What has begun keeps its place.
+// newest prompt of its lowest class, though it be accepted. What lives keeps its place.
 //
 //     max_requests = 6    a a a a a a    b asks, and has a share of 3
 //                         a a a a a b    a's newest has lost its place

@@ -104,16 +104,16 @@ void RunOrder::Leave(Ticket ticket, absl::Time now) {
   entries_.at(ticket).leaving = true;
 }
 
-void RunOrder::Remove(Ticket ticket, absl::Time now) {
-  End(ticket, now);
+void RunOrder::Remove(std::span<const Ticket> tickets, absl::Time now) {
+  for (const Ticket ticket : tickets) Forget(ticket, now);
+  FindRoomAgain();
   ForgetTenants();
 }
 
-void RunOrder::End(Ticket ticket, absl::Time now) {
+void RunOrder::Forget(Ticket ticket, absl::Time now) {
   TakeTurn(ticket, now);
   entries_.erase(ticket);
   if (elder_.ticket == ticket) elder_ = {};
-  FindRoomAgain();
 }
 
 void RunOrder::FindRoomAgain() {
@@ -272,9 +272,10 @@ std::vector<RunOrder::Turn> RunOrder::RunAhead(absl::Time now, Ticket stop) {
       for (const auto& [rest, ticket] : rests) {
         if (rest > shortest) continue;
         turns[place.at(ticket)].ends_seconds = seconds;
-        End(ticket, now + absl::Seconds(seconds));
+        Forget(ticket, now + absl::Seconds(seconds));
         std::erase(ranking.tickets, ticket);
       }
+      FindRoomAgain();
     }
     if (computes) continue;
     bool completes = false;

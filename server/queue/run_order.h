@@ -112,7 +112,8 @@ class RunOrder {
   void SetPlace(Ticket ticket, uint64_t place) { entries_.at(ticket).place = place; }
   // A live one is being stopped: it computes no more, and lives until Remove.
   void Leave(Ticket ticket, absl::Time now);
-  void Remove(Ticket ticket, absl::Time now);
+  void Remove(Ticket ticket, absl::Time now) { Remove({&ticket, 1}, now); }
+  void Remove(std::span<const Ticket> tickets, absl::Time now);  // all at once
 
   // ---- What to do: decides anew who computes; they live from now on. The first of them; 0: nobody does.
   Ticket Choose(absl::Time now);
@@ -168,7 +169,7 @@ class RunOrder {
   std::vector<Turn> RunAhead(absl::Time now, Ticket stop);
   double LeadOfNew(const std::string& tenant) const;  // lead that a job of this tenant begins with
   double LeastLead() const;  // smallest lead of the tenants that have something complete here; 0: none has
-  void End(Ticket ticket, absl::Time now);
+  void Forget(Ticket ticket, absl::Time now);
   void FindRoomAgain();         // somebody is gone
   void Settle(absl::Time now);  // adds what was computed since the last time to its tenant's lead
   void ForgetTenants();

@@ -192,6 +192,30 @@ TEST_F(FrontEndTest, ALongPromptWithoutRoomForKvIsRefusedWithItsHeader) {
   EXPECT_TRUE(RetryAfter(refused).has_value()) << refused;
 }
 
+TEST_F(FrontEndTest, WhoHasNoRoomForKvTakesNobodysPlace) {
+  StartServer({"queue.max_requests=2"});
+  v1::PrefillHeader keeps = Header(1000);
+  keeps.mutable_kv()->set_keep(true);
+  keeps.mutable_kv()->set_lease_seconds(600);
+  EXPECT_TRUE(Prefill(keeps, std::vector<uint32_t>(1000, 7)).status.ok());
+  engine_->Hold(0);
+  v1::PrefillHeader header = Header(1);
+  header.set_tenant("busy");
+  std::vector<std::unique_ptr<Call>> calls;
+  for (int i = 0; i < 3; ++i) {  // one runs, and two have all places
+    calls.push_back(std::make_unique<Call>(*stub_));
+    calls.back()->Send(header).Send({1}).HalfClose();
+    ASSERT_TRUE(calls.back()->ReadEvent().has_accepted());
+    ASSERT_TRUE(engine_->WaitForBegun(1));
+  }
+  const KvShape shape = KvShapeOf(engine_->model());
+  keeps.set_token_count(FakeEngine::kKvBytes / shape.LayerBytes(1) / shape.layers);  // all the room
+  EXPECT_TRUE(absl::IsResourceExhausted(Call(*stub_).Send(keeps).HalfClose().Finish().status));
+  EXPECT_EQ(GetPool().requests_size(), 3);
+  engine_->Release();
+  for (const auto& call : calls) EXPECT_TRUE(call->Finish().status.ok());
+}
+
 TEST_F(FrontEndTest, BoundsTheConnections) {
   StartServer({"limits.max_connections=2"});
   ExpectGoodRequestIsServed();

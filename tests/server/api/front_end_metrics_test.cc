@@ -72,14 +72,14 @@ TEST_F(FrontEndMetricsTest, EachRequestEndsOnceAndOnlyAnswersHaveAFirstToken) {
 // It was accepted, and is refused after all: with its reason, and when to come again.
 TEST_F(FrontEndMetricsTest, AnAcceptedPromptThatLosesItsPlaceIsRefused) {
   StartServer({"queue.max_requests=2"});
-  engine_->PredictSeconds(30);
+  engine_->PredictSeconds(300);
   engine_->Hold(0);
   const auto of = [](const std::string& tenant) {
     v1::PrefillHeader header = Header(1);
     header.set_tenant(tenant);
     return header;
   };
-  constexpr absl::Duration kLong = absl::Minutes(20);  // the predictions leave that much
+  constexpr absl::Duration kLong = absl::Hours(1);  // the predictions take a third of that
   Call runs(*stub_, kLong), waits(*stub_, kLong), newest(*stub_, kLong), other(*stub_, kLong);
   runs.Send(of("busy")).Send({1}).HalfClose();
   ASSERT_TRUE(engine_->WaitForBegun(1));

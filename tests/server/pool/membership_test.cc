@@ -2,6 +2,7 @@
 // long. Through the leader, which is how anybody joins.
 #include "server/pool/membership.h"
 
+#include <cmath>
 #include <string>
 #include <vector>
 
@@ -107,6 +108,20 @@ TEST_F(MembershipTest, WhoIsSlowerSitsBehindTheOthers) {
   EXPECT_EQ(capacity.faster_parts[1].speed.gemm_flops_per_second, 25e9);
   EXPECT_EQ(capacity.faster_parts[1].topology.node_of_seat, (std::vector<int>{0, 0, 0, 0, 1, 1, 1, 1}));
   EXPECT_EQ(capacity.faster_parts[1].first_seats, (std::vector<int>{0, 2, 4, 6}));
+}
+
+// None is much slower than the one before it, but the last ones are than the first.
+TEST_F(MembershipTest, SpeedsMayFallByLittleSteps) {
+  for (int i = 0; i < 5; ++i) {
+    v1::Join offer = OfHost(absl::StrCat("w", i), absl::StrCat("h", i), 1);
+    offer.mutable_speed()->set_gemm_flops_per_second(std::pow(1.2, -i) * 50e9);
+    offer.mutable_speed()->set_attention_flops_per_second(std::pow(1.2, -i) * 50e9);
+    ASSERT_EQ(Join(static_cast<Leader::Connection>(i + 1), offer), "");
+  }
+  const PoolCapacity capacity = leader_.capacity();
+  ASSERT_EQ(capacity.faster_parts.size(), 2u);
+  EXPECT_EQ(capacity.faster_parts[0].ranks, 2);
+  EXPECT_EQ(capacity.faster_parts[1].ranks, 4);
 }
 
 TEST_F(MembershipTest, AFasterPartHasItsOwnWorkersMemory) {

@@ -1,6 +1,9 @@
 // How a pool plans: over which ranks, in what memory, and with weights that are streamed or shared.
 #include "server/pool/pool_planner.h"
 
+#include <memory>
+
+#include "engine/kv/kv_prompt.h"
 #include "tests/server/pool/leader_fixture.h"
 
 namespace meshfill {
@@ -89,6 +92,12 @@ TEST_F(FasterPartTest, AFixedTileIsForAllRanks) {
   });
   ASSERT_TRUE(choice.ok()) << choice.status();
   EXPECT_EQ(planned, 1);
+}
+
+TEST_F(FasterPartTest, KeptKvIsSpreadOverAllWorkers) {
+  const PrefillOptions options = {.kv = std::make_shared<KvPrompt>(KvShapeOf(Shape()), 4096)};
+  ASSERT_EQ(PlanOnFastestOf(WithSlow(10))->plan.ranks(), 3);
+  EXPECT_EQ(PlanOnFastestOf(WithSlow(10), options)->plan, PlanOn(WithSlow(10), options)->plan);
 }
 
 TEST_F(FasterPartTest, SharedWeightsNeedAllWorkers) {

@@ -445,7 +445,7 @@ TEST_F(QueueRoomTest, AShareIsNotExceededBySlowUploads) {
             (std::vector<LostPlace>{{slow, /*slow=*/true}, {newest, /*slow=*/false}}));
 }
 
-// It costs no more than to look at each a few times.
+// The newest of the other tenant, from its last on.
 TEST_F(QueueRoomTest, OneRequestTakesThousandsOfPlaces) {
   constexpr int kPrompts = 8000;
   MakeRoom({.max_requests = 2 * kPrompts, .max_tokens = kPrompts * 1000});
