@@ -18,6 +18,7 @@
 #include "engine/kv_budget.h"
 #include "engine/plan/pack.h"
 #include "engine/plan/pieces.h"
+#include "engine/plan/short_room.h"
 #include "engine/plan/speed_correction.h"
 #include "engine/prefill_request.h"
 #include "engine/run_places.h"
@@ -63,6 +64,7 @@ class EmbeddedEngine : public PrefillEngine {
       model_name_ =
           std::filesystem::path(options.model_path).lexically_normal().parent_path().filename().string();
     }
+    places_.LeaveToShort(ShortRoomBytes(model(), pool_.capacity.speed, RequestOf(1, OnOneRank({}))));
     pack_room_ = MeasurePackRoom();
   }
 
@@ -102,7 +104,7 @@ class EmbeddedEngine : public PrefillEngine {
   absl::StatusOr<std::unique_ptr<Prefill>> Start(const PrefillRequest& request,
                                                  PrefillObserver* observer) override;
 
-  PackRoom pack_room() const override { return pack_room_; }
+  PackRoom pack_room() const override;
   PackShare ShareOfPack(int64_t tokens, const PrefillOptions& options) const override;
   absl::StatusOr<std::vector<std::unique_ptr<Prefill>>> StartPack(
       std::span<const PrefillRequest> requests, std::span<PrefillObserver* const> observers) override;
@@ -127,6 +129,8 @@ class EmbeddedEngine : public PrefillEngine {
   // What a rank takes once for a pass, whoever is in it.
   int64_t PassBytes() const { return pool_.capacity.weights.Share(1, options_.ranks).run_bytes; }
   PackRoom MeasurePackRoom() const;
+  // With all the memory of the ranks that it has.
+  PlanRequest RequestOf(int64_t tokens, const PrefillOptions& options) const;
   // What runs, behind the prefix that it finds in the cache, where that is faster. The request is good.
   absl::StatusOr<PlannedPrefill> FindPlan(const PrefillRequest& request);
   // What runs: behind `cached_tokens`, where that is faster.
@@ -155,17 +159,15 @@ class EmbeddedEngine : public PrefillEngine {
   std::atomic<bool> lost_{false};  // a device has failed for good
   RunPlaces places_;
   const EmbeddedRuns runs_;  // they use all of the above
-  PackRoom pack_room_;
+  PackRoom pack_room_;       // where nothing lives
 };
 
-absl::StatusOr<PlanChoice> EmbeddedEngine::PlanBehind(int64_t cached_tokens, int64_t tokens,
-                                                      const PrefillOptions& options) const {
-  const int ranks = places_.RanksOf(options.submeshes);
-  PlanRequest request = PlanRequestOf(options_, options, tokens - cached_tokens);
-  request.ranks = ranks;
+PlanRequest EmbeddedEngine::RequestOf(int64_t tokens, const PrefillOptions& options) const {
+  PlanRequest request = PlanRequestOf(options_, options, tokens);
+  request.ranks = places_.RanksOf(options.submeshes);
   request.memory_budget_bytes = places_.BudgetOf(options.submeshes);
   request.one_memory = pool_.capacity.one_memory;
-  request.weights = pool_.capacity.weights.Share(ranks, options_.ranks);
+  request.weights = pool_.capacity.weights.Share(request.ranks, options_.ranks);
   if (request.one_memory) {  // one copy, whoever reads it
     request.weights.loaded_bytes = pool_.capacity.weights.loaded_bytes;
   }
@@ -173,16 +175,30 @@ absl::StatusOr<PlanChoice> EmbeddedEngine::PlanBehind(int64_t cached_tokens, int
   // cache takes what is free.
   request.kv_on_host = !pool_.hardware->in_host_memory();
   request.keeps_kv = options.kv != nullptr || (request.kv_on_host && Caches(options));
+  return request;
+}
+
+absl::StatusOr<PlanChoice> EmbeddedEngine::PlanBehind(int64_t cached_tokens, int64_t tokens,
+                                                      const PrefillOptions& options) const {
+  PlanRequest request = RequestOf(tokens - cached_tokens, options);
   request.cached_tokens = cached_tokens;
   if (cached_tokens > 0) request.layout = LayoutKind::kStriped;
-  const int64_t granule_tokens = GranuleTokens(options_, options, ranks);
-  const auto plan = [&](PoolSpeed speed, const Topology&) {
+  const int64_t granule_tokens = GranuleTokens(options_, options, request.ranks);
+  return correction_.Plan(pool_.capacity.speed, /*topology=*/{}, [&](PoolSpeed speed, const Topology&) {
     if (options.submeshes > 1) speed.lone_rank_speedup = 1;  // others compute on the other sub-meshes
-    return MakePlanInPieces(model(), speed, request, granule_tokens);
-  };
-  ASSIGN_OR_RETURN(PlanChoice choice, correction_.Plan(pool_.capacity.speed, /*topology=*/{}, plan));
-  RETURN_IF_ERROR(CheckKvOfPieces(model(), request, choice, kv_store_.budget_bytes()));
-  return choice;
+    const auto plan = [&](int64_t memory_bytes) -> absl::StatusOr<PlanChoice> {
+      PlanRequest within = request;
+      within.memory_budget_bytes = memory_bytes;
+      ASSIGN_OR_RETURN(PlanChoice choice, MakePlanInPieces(model(), speed, within, granule_tokens));
+      // For others' sake it runs in pieces only where there is room now for the K and V between them.
+      const bool beside_short = memory_bytes < request.memory_budget_bytes;
+      RETURN_IF_ERROR(CheckKvOfPieces(
+          model(), within, choice,
+          beside_short && options.kv == nullptr ? kv_store_.RoomBytes() : kv_store_.budget_bytes()));
+      return choice;
+    };
+    return PlanBesideShort(request.memory_budget_bytes, request.ranks * places_.short_bytes(), plan);
+  });
 }
 
 void EmbeddedEngine::OnMeasured(const Prediction& predicted, const MeasuredSeconds& measured) {
@@ -309,6 +325,14 @@ PackRoom EmbeddedEngine::MeasurePackRoom() const {
   PackRoom room = {.ranks = options_.ranks, .rank_tokens = tokens};
   if (const int64_t budget = places_.BudgetOf(options_.ranks); budget > 0) {
     room.rank_bytes = std::max<int64_t>(0, budget - PassBytes());
+  }
+  return room;
+}
+
+PackRoom EmbeddedEngine::pack_room() const {
+  PackRoom room = pack_room_;
+  if (places_.BudgetOf(1) > 0) {
+    room.rank_bytes = std::clamp<int64_t>(places_.MostRankBytes() - PassBytes(), 0, room.rank_bytes);
   }
   return room;
 }

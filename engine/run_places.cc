@@ -9,6 +9,13 @@
 #include "absl/strings/str_cat.h"
 
 namespace meshfill {
+namespace {
+
+TakenBytes MostOf(const TakenBytes& left, const TakenBytes& right) {
+  return {std::max(left.all, right.all), std::max(left.by_long, right.by_long)};
+}
+
+}  // namespace
 
 RunPlaces::Place::Place(RunPlaces& places, int first_rank, int ranks, int64_t rank_bytes)
     : places_(&places), first_rank_(first_rank), ranks_(ranks), rank_bytes_(rank_bytes) {}
@@ -54,7 +61,8 @@ int64_t RunPlaces::BudgetOf(int submeshes) const {
 void RunPlaces::Add(const Place& place, int runs, int computing) {
   for (int rank = place.first_rank_; rank < place.first_rank_ + place.ranks_; ++rank) {
     Rank& of = by_rank_[static_cast<size_t>(rank)];
-    of.bytes += runs * place.rank_bytes_;
+    of.taken.all += runs * place.rank_bytes_;
+    if (place.rank_bytes_ > short_bytes_) of.taken.by_long += runs * place.rank_bytes_;
     of.runs += runs;
     of.computing += computing;
   }
@@ -66,6 +74,7 @@ absl::StatusOr<RunPlaces::Place> RunPlaces::Take(int submeshes, int64_t bytes,
   const int ranks = RanksOf(submeshes);
   const int64_t rank_bytes = (bytes + ranks - 1) / ranks;
   const int64_t rank_budget = budget_bytes_ / ranks_;
+  const bool is_short = rank_bytes <= short_bytes_;
   std::vector<bool> is_preferred;
   for (int mesh = 0; mesh < meshes; ++mesh) {
     is_preferred.push_back(preferred != nullptr && preferred(mesh * ranks_ / meshes));
@@ -78,32 +87,46 @@ absl::StatusOr<RunPlaces::Place> RunPlaces::Take(int submeshes, int64_t bytes,
   using Order = std::tuple<int, bool, int>;  // as Take has it
   std::optional<Order> best;
   int first_rank = 0;
-  int64_t least_taken = budget_bytes_;
+  int64_t most_room = 0;
   for (int mesh = 0; mesh < meshes; ++mesh) {
     const int first = mesh * ranks_ / meshes;
     Rank most;
     for (int rank = first; rank < first + ranks; ++rank) {
       const Rank& of = by_rank_[static_cast<size_t>(rank)];
-      most.bytes = std::max(most.bytes, of.bytes);
+      most.taken = MostOf(most.taken, of.taken);
       most.runs = std::max(most.runs, of.runs);
       most.computing = std::max(most.computing, of.computing);
     }
-    least_taken = std::min(least_taken, most.bytes);
-    if (most.runs > 0 && rank_bytes > rank_budget - most.bytes) continue;
+    const int64_t room = RoomBeside(rank_budget, short_bytes_, most.taken, is_short);
+    most_room = std::max(most_room, room);
+    if (most.runs > 0 && rank_bytes > room) continue;
     const Order order = {most.computing, !is_preferred[static_cast<size_t>(mesh)], most.runs};
     if (best.has_value() && *best <= order) continue;
     best = order;
     first_rank = first;
   }
   if (!best.has_value()) {
-    return absl::ResourceExhaustedError(absl::StrCat(
-        "the prefill takes ", rank_bytes, " bytes of each of its ", ranks, " ranks; a rank has ", rank_budget,
-        ", of which those that live here have at least ", least_taken, "; wait for the end of one"));
+    return absl::ResourceExhaustedError(
+        absl::StrCat("the prefill takes ", rank_bytes, " bytes of each of its ", ranks, " ranks; a rank has ",
+                     rank_budget, ", of which those that live here, and short ones to come, leave ",
+                     most_room, "; wait for the end of one"));
   }
   ++runs_;
   Place place(*this, first_rank, ranks, rank_bytes);
   Add(place, 1, 1);
   return place;
+}
+
+int64_t RunPlaces::MostRankBytes() const {
+  const MutexLock lock(mu_);
+  TakenBytes most;
+  int runs = 0;
+  for (const Rank& rank : by_rank_) {
+    most = MostOf(most, rank.taken);
+    runs = std::max(runs, rank.runs);
+  }
+  const int64_t rank_budget = budget_bytes_ / ranks_;
+  return runs == 0 ? rank_budget : MostBeside(rank_budget, short_bytes_, most);
 }
 
 }  // namespace meshfill

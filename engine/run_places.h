@@ -3,6 +3,7 @@
 // A run has all ranks, or one of so many sub-meshes, each of as many neighbouring ranks. It takes the bytes
 // that its plan needs at most before it begins, an equal part of each of its ranks, and gives them back when
 // it is gone. A run that is alone on its ranks is always admitted: its plan was made for all their memory.
+// Beside others, one that takes more of a rank than is left to short ones leaves them that.
 //
 //     ranks         0    1    2    3
 //     run 1, all    ████████████████████    stands still
@@ -19,6 +20,7 @@
 
 #include "absl/base/thread_annotations.h"
 #include "absl/status/statusor.h"
+#include "engine/plan/short_room.h"
 #include "kernels/mutex.h"
 
 namespace meshfill {
@@ -56,6 +58,10 @@ class RunPlaces {
 
   // At most `most_runs` runs, in `budget_bytes` of memory, of which each rank has an equal part.
   RunPlaces(int64_t budget_bytes, int ranks, int most_runs);
+  // From now on long runs leave so much of each rank to short ones (engine/plan/short_room.h). Before the
+  // first run.
+  void LeaveToShort(int64_t rank_bytes) { short_bytes_ = rank_bytes; }
+  int64_t short_bytes() const { return short_bytes_; }  // of each rank
 
   // Ranks of one of so many sub-meshes; 1: of the pool. Never more sub-meshes than ranks.
   int RanksOf(int submeshes) const;
@@ -68,10 +74,12 @@ class RunPlaces {
   // gone.
   absl::StatusOr<Place> Take(int submeshes, int64_t bytes,
                              const std::function<bool(int first_rank)>& preferred = nullptr);
+  // The most that one more run on all ranks could take of each now.
+  int64_t MostRankBytes() const;
 
  private:
   struct Rank {
-    int64_t bytes = 0;  // taken
+    TakenBytes taken;
     int runs = 0;
     int computing = 0;
   };
@@ -81,7 +89,8 @@ class RunPlaces {
   const int64_t budget_bytes_;
   const int ranks_;
   const int most_runs_;
-  Mutex mu_;
+  int64_t short_bytes_ = 0;
+  mutable Mutex mu_;
   int runs_ ABSL_GUARDED_BY(mu_) = 0;
   std::vector<Rank> by_rank_ ABSL_GUARDED_BY(mu_);
 };

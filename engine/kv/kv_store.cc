@@ -247,6 +247,11 @@ void KvStore::CountTokens(int64_t cached, int64_t computed) {
   bytes_->Notify();
 }
 
+int64_t KvStore::RoomBytes() const {
+  const MutexLock lock(mu_);
+  return budget_bytes_ - bytes_->charged() + cache_.EvictableBytes();
+}
+
 KvStore::Counts KvStore::counts() const {
   const MutexLock lock(mu_);
   const int64_t charged = bytes_->charged();

@@ -94,6 +94,7 @@ class KvStore {
   KvStore& operator=(const KvStore&) = delete;
 
   int64_t budget_bytes() const { return budget_bytes_; }
+  int64_t RoomBytes() const;  // what one more prompt could be charged now, with all that the cache gives up
 
   // Charges a prompt that no run has begun, under a new lease of `tenant`, whose name nobody can guess.
   // RESOURCE_EXHAUSTED: no room (RoomIn says when to try again).

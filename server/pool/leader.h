@@ -192,6 +192,10 @@ class Leader {
   }
   // As RunPlacer has it.
   std::optional<PoolCapacity> RankCapacity() const { return placer_.RankCapacity(); }
+  // As RunPlacer has it.
+  void LeaveToShort(int64_t rank_bytes) { placer_.LeaveToShort(rank_bytes); }
+  // As RunPlacer has it.
+  int64_t MostRankBytes() const { return placer_.MostRankBytes(); }
   std::vector<PoolLink> links() const { return survey_.Describe(capacity().topology, members_.changed()); }
   double peak_flops() const { return members_.peak_flops(); }
   std::vector<WorkerView> workers() const;  // in the order of their ranks

@@ -138,19 +138,26 @@ bool LiveRuns::HasPiecesOf(Connection worker) const {
   });
 }
 
-int64_t LiveRuns::TakenOn(const Membership::Worker& worker, const WeightShare& with) const {
+TakenBytes LiveRuns::TakenOn(const Membership::Worker& worker, const WeightShare& with,
+                             int64_t short_rank_bytes) const {
   std::vector<WeightShare> shares = {with};
-  int64_t taken = 0;
+  TakenBytes taken;
   for (const auto& [number, run] : runs) {
     if (!run.coordinator.Has(worker.connection)) continue;
-    taken += run.coordinator.reserved_bytes(worker.connection);
+    const int64_t bytes = run.coordinator.reserved_bytes(worker.connection);
+    taken.all += bytes;
+    if (bytes > run.coordinator.ranks(worker.connection) * short_rank_bytes) taken.by_long += bytes;
     const WeightShare share = run.coordinator.weight_share(worker.connection);
     if (std::find(shares.begin(), shares.end(), share) == shares.end()) shares.push_back(share);
   }
-  if (taken == 0) return 0;
+  if (taken.all == 0) return {};
   const PlanWeights weights =
       FromProto(worker.offer.weights().sharded() ? worker.offer.weights() : worker.offer.shared_weights());
-  for (const WeightShare& share : shares) taken += share.of > 0 ? ShareBytes(weights, share.of) : 0;
+  for (const WeightShare& share : shares) {
+    const int64_t bytes = share.of > 0 ? ShareBytes(weights, share.of) : 0;
+    taken.all += bytes;
+    taken.by_long += bytes;
+  }
   return taken;
 }
 

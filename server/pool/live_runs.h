@@ -16,6 +16,7 @@
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "engine/model/weight_feed.h"
+#include "engine/plan/short_room.h"
 #include "engine/prefill_engine.h"
 #include "kernels/paused_time.h"
 #include "server/pool/ended_epochs.h"
@@ -118,9 +119,10 @@ struct LiveRuns {
 
   bool TakesPart(Connection worker) const;    // in a run
   bool HasPiecesOf(Connection worker) const;  // whether it takes part in a prompt in pieces
-  // What the runs have of its memory, with their shares of the weights and the share of one more run. 0: none
-  // lives on it.
-  int64_t TakenOn(const Membership::Worker& worker, const WeightShare& with) const;
+  // What the runs have of its memory, with their shares of the weights and the share of one more run; long
+  // are those that take more than that of a rank. Nothing: none lives on it.
+  TakenBytes TakenOn(const Membership::Worker& worker, const WeightShare& with,
+                     int64_t short_rank_bytes) const;
 };
 
 }  // namespace meshfill

@@ -438,6 +438,16 @@ PoolCapacity CapacityOf(const std::vector<const Membership::Worker*>& workers, c
   return all;
 }
 
+PoolCapacity OneRankOf(PoolCapacity capacity) {
+  capacity.ranks = 1;
+  capacity.first_seats = {0};
+  capacity.topology.node_of_seat = {0};
+  capacity.speed.lone_rank_speedup = 1;
+  capacity.faster_parts.clear();
+  capacity.shared_weights.reset();
+  return capacity;
+}
+
 std::vector<std::vector<const Membership::Worker*>> DivideWorkers(
     const std::vector<const Membership::Worker*>& workers, int submeshes) {
   std::vector<std::vector<const Membership::Worker*>> meshes;

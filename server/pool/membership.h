@@ -42,6 +42,7 @@ struct PoolCapacity {
   // The same of runs whose workers share the weights instead of streaming them. None: they cannot.
   std::optional<PlanWeights> shared_weights;
   int64_t shared_rank_memory_bytes = 0;
+  int64_t short_rank_bytes = 0;    // of a rank's memory: left to short prompts (engine/plan/short_room.h)
   std::vector<int> first_seats;    // each worker's first seat
   bool kv_on_host = true;          // where K and V are kept, they take of no rank's memory
   int64_t rank_kv_bytes = 0;       // bytes of K and V that the tightest rank may keep
@@ -140,6 +141,9 @@ class Membership {
 
 // What these workers can do, by place.
 PoolCapacity CapacityOf(const std::vector<const Membership::Worker*>& workers, const Topology& links);
+
+// Of any one rank, beside others that compute.
+PoolCapacity OneRankOf(PoolCapacity capacity);
 
 // Sub-meshes: each has as many of the workers, up to one, those that follow each other by place. There are no
 // more of them than workers. The first one is no larger than any other.

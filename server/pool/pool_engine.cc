@@ -195,7 +195,9 @@ absl::Status PoolEngine::CheckRoom() const {
 
 PackRoom PoolEngine::pack_room() const {
   const MutexLock lock(mu_);
-  return pack_room_;
+  PackRoom room = pack_room_;
+  room.rank_bytes = std::min(room.rank_bytes, leader_.MostRankBytes());
+  return room;
 }
 
 PackShare PoolEngine::ShareOfPack(int64_t tokens, const PrefillOptions& options) const {
@@ -334,7 +336,10 @@ void PoolEngine::DoActions() {
     PublishKv();
   }
   const std::pair members(leader_.counters().joins, leader_.workers_to_stay());
-  if (std::exchange(pack_room_of_, members) != members) pack_room_ = MeasurePackRoom();
+  if (std::exchange(rooms_of_, members) != members) {
+    leader_.LeaveToShort(ShortRoomOf(model_.shape, defaults_, OneRankOf(leader_.capacity())));
+    pack_room_ = MeasurePackRoom();
+  }
   std::vector<Leader::Action> actions = leader_.TakeActions();
   if (actions.empty()) return;
   for (Leader::Action& action : actions) {

@@ -108,9 +108,10 @@ class PoolEngine final : public PrefillEngine, private ControlService::Listener 
   mutable Mutex mu_;
   CondVar changed_;
   Leader leader_ ABSL_GUARDED_BY(mu_);
-  PackRoom pack_room_ ABSL_GUARDED_BY(mu_);
-  // Who has joined until then, and how many of them stay: each change of the pool changes this.
-  std::pair<uint64_t, int> pack_room_of_ ABSL_GUARDED_BY(mu_) = {0, 0};
+  PackRoom pack_room_ ABSL_GUARDED_BY(mu_);  // where nothing lives
+  // Who had joined, and how many of them stayed, when rooms for packs and short prompts were measured: each
+  // change of the pool changes this.
+  std::pair<uint64_t, int> rooms_of_ ABSL_GUARDED_BY(mu_) = {0, 0};
   uint64_t last_pack_ ABSL_GUARDED_BY(mu_) = 0;   // of runs_
   uint64_t kv_version_ ABSL_GUARDED_BY(mu_) = 0;  // the directory's version when observers were told last
   std::map<Leader::Ticket, Run*> runs_ ABSL_GUARDED_BY(mu_);  // live runs; each leaves before its end

@@ -8,6 +8,7 @@
 #include "absl/strings/str_cat.h"
 #include "engine/mesh/topology.h"
 #include "engine/plan/pieces.h"
+#include "engine/plan/short_room.h"
 #include "engine/prefill_request.h"
 #include "kernels/return_if_error.h"
 #include "server/config/config_units.h"
@@ -119,6 +120,18 @@ absl::StatusOr<PlanChoice> PlanWithWeights(const ModelShape& model, const Engine
   return IsFaster(behind, all) ? behind : all;
 }
 
+// The same, and leaves room for short prompts where that is possible.
+absl::StatusOr<PlanChoice> PlanHeld(const ModelShape& model, const EngineOptions& defaults,
+                                    const PoolCapacity& capacity, int64_t tokens,
+                                    const PrefillOptions& options, const CachedPrefix& cached) {
+  return PlanBesideShort(capacity.rank_memory_bytes, capacity.short_rank_bytes,
+                         [&](int64_t rank_memory_bytes) {
+                           PoolCapacity within = capacity;
+                           within.rank_memory_bytes = rank_memory_bytes;
+                           return PlanWithWeights(model, defaults, within, tokens, options, cached);
+                         });
+}
+
 }  // namespace
 
 PlanWeights SharedWeightsOf(const PlanWeights& one, const Topology& topology,
@@ -174,6 +187,13 @@ int64_t UsableTokensOf(const CachedPrefix& cached, const EngineOptions& defaults
   return UsableCachedTokens(defaults, InStripesOf(cached, options), cached.ranks, cached.tokens, tokens);
 }
 
+int64_t ShortRoomOf(const ModelShape& model, const EngineOptions& defaults, const PoolCapacity& rank) {
+  PlanRequest request = RequestOf(defaults, rank, /*tokens=*/1, PrefillOptions());
+  request.memory_budget_bytes = rank.rank_memory_bytes;
+  request.weights = WeightsOf(rank, 1);
+  return ShortRoomBytes(model, rank.speed, request);
+}
+
 bool IsFaster(const absl::StatusOr<PlanChoice>& other, const absl::StatusOr<PlanChoice>& best) {
   return other.ok() && (!best.ok() || other->plan.predicted.seconds < best->plan.predicted.seconds);
 }
@@ -182,8 +202,9 @@ absl::StatusOr<PlanChoice> PlanOnFastest(
     const PoolCapacity& capacity, const PrefillOptions& options,
     const std::function<absl::StatusOr<PlanChoice>(const PoolCapacity& part)>& plan) {
   absl::StatusOr<PlanChoice> best = plan(capacity);
-  const bool keeps_kv = options.kv != nullptr;  // on all workers: a few may have no room for it
-  if (keeps_kv || NeedsAllRanks(capacity, options)) return best;
+  const bool keeps_kv =
+      options.kv != nullptr;  // on all workers where it can be: a few may have no room for it
+  if ((keeps_kv && best.ok()) || NeedsAllRanks(capacity, options)) return best;
   for (const PoolCapacity& part : capacity.faster_parts) {
     absl::StatusOr<PlanChoice> choice = plan(part);
     if (IsFaster(choice, best)) best = std::move(choice);
@@ -194,12 +215,12 @@ absl::StatusOr<PlanChoice> PlanOnFastest(
 absl::StatusOr<PlanChoice> PlanForPool(const ModelShape& model, const EngineOptions& defaults,
                                        const PoolCapacity& capacity, int64_t tokens,
                                        const PrefillOptions& options, const CachedPrefix& cached) {
-  absl::StatusOr<PlanChoice> choice = PlanWithWeights(model, defaults, capacity, tokens, options, cached);
+  absl::StatusOr<PlanChoice> choice = PlanHeld(model, defaults, capacity, tokens, options, cached);
   if (!capacity.shared_weights.has_value()) return choice;
   PoolCapacity sharing = capacity;
   sharing.rank_weights = *capacity.shared_weights;
   sharing.rank_memory_bytes = capacity.shared_rank_memory_bytes;
-  absl::StatusOr<PlanChoice> shared = PlanWithWeights(model, defaults, sharing, tokens, options, cached);
+  absl::StatusOr<PlanChoice> shared = PlanHeld(model, defaults, sharing, tokens, options, cached);
   return IsFaster(shared, choice) ? shared : choice;
 }
 

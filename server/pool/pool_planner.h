@@ -36,9 +36,9 @@ absl::Status CheckShares(const PlanWeights& one, int workers, int64_t memory_byt
 // 1×7, 7×1 or a mesh of 6 with one idle. A tile that the caller fixed is for all ranks. `defaults`: layout,
 // stripe and so on where the request leaves them open. Behind what is cached of the prompt, on the ranks that
 // have it, where that is faster. A prompt that fits no such number of ranks whole runs in pieces on all of
-// them. Workers that share weights all take part. CheckPromptOptions has passed. Errors:
-// those of MakePlanInPieces and CheckKvOfPieces; UNAVAILABLE where the pool has no ranks; FAILED_PRECONDITION
-// where one worker has nobody to share weights with, or too few do.
+// them. Workers that share weights all take part. Room for short prompts is left where that is possible.
+// CheckPromptOptions has passed. Errors: those of MakePlanInPieces and CheckKvOfPieces; UNAVAILABLE where the
+// pool has no ranks; FAILED_PRECONDITION where one worker has nobody to share weights with, or too few do.
 absl::StatusOr<PlanChoice> PlanForPool(const ModelShape& model, const EngineOptions& defaults,
                                        const PoolCapacity& capacity, int64_t tokens,
                                        const PrefillOptions& options, const CachedPrefix& cached = {});
@@ -53,6 +53,9 @@ absl::StatusOr<PlanChoice> PlanOnFastest(
 // How many of the tokens that are cached of a prompt of `tokens` a run can reuse.
 int64_t UsableTokensOf(const CachedPrefix& cached, const EngineOptions& defaults, int64_t tokens,
                        const PrefillOptions& options);
+
+// Bytes of each rank that long prompts leave to short ones. `rank`: of one rank.
+int64_t ShortRoomOf(const ModelShape& model, const EngineOptions& defaults, const PoolCapacity& rank);
 
 // Whether `other` is to run instead of `best`: it is possible, and faster, or the only one that is.
 bool IsFaster(const absl::StatusOr<PlanChoice>& other, const absl::StatusOr<PlanChoice>& best);

@@ -2,10 +2,12 @@
 
 #include <algorithm>
 #include <iterator>
+#include <limits>
 #include <tuple>
 #include <utility>
 #include <vector>
 
+#include "engine/plan/short_room.h"
 #include "kernels/return_if_error.h"
 #include "server/pool/offered_speed.h"
 #include "server/pool/pool_planner.h"
@@ -22,14 +24,9 @@ std::vector<LeaderActions::Connection> Seated(const Plan& plan, const HeldRuns::
   return seated;
 }
 
-PoolCapacity OneRankOf(PoolCapacity capacity) {
-  capacity.ranks = 1;
-  capacity.first_seats = {0};
-  capacity.topology.node_of_seat = {0};
-  capacity.speed.lone_rank_speedup = 1;
-  capacity.faster_parts.clear();
-  capacity.shared_weights.reset();
-  return capacity;
+void SetShortRoom(PoolCapacity& capacity, int64_t rank_bytes) {
+  capacity.short_rank_bytes = rank_bytes;
+  for (PoolCapacity& part : capacity.faster_parts) part.short_rank_bytes = rank_bytes;
 }
 
 }  // namespace
@@ -75,6 +72,15 @@ absl::StatusOr<std::optional<PlacedRun>> RunPlacer::PlaceBehind(RunId run, LiveR
     }
   }
   RETURN_IF_ERROR(choice.status());
+  const bool in_pieces = !choice->pieces.empty();
+  auto begun = Begin(run, live, *std::move(choice), prefix, workers);
+  if (!in_pieces || !absl::IsResourceExhausted(begun.status())) return begun;
+  // No room for K and V between the pieces: whole it needs none, but may leave no memory to short ones.
+  PoolCapacity capacity = CapacityOn(workers);
+  SetShortRoom(capacity, 0);
+  choice = planner_(capacity, std::ssize(live.request.tokens), live.request.options,
+                    KvDirectory::Describe(prefix));
+  if (!choice.ok() || !choice->pieces.empty()) return begun;
   return Begin(run, live, *std::move(choice), prefix, std::move(workers));
 }
 
@@ -150,6 +156,19 @@ std::optional<PoolCapacity> RunPlacer::RankCapacity() const {
   });
   if (workers.empty() || !alike) return std::nullopt;
   return OneRankOf(CapacityOn(workers));
+}
+
+int64_t RunPlacer::MostRankBytes() const {
+  int64_t least = std::numeric_limits<int64_t>::max();
+  for (const Membership::Worker* worker : members_.ByPlace()) {
+    const auto offered = static_cast<int64_t>(worker->offer.memory_bytes());
+    if (offered == 0) continue;
+    const auto ranks = static_cast<int64_t>(worker->offer.ranks());
+    const TakenBytes taken = live_.TakenOn(*worker, WeightShare(), short_rank_bytes_);
+    const int64_t most = taken.all == 0 ? offered : MostBeside(offered, ranks * short_rank_bytes_, taken);
+    least = std::min(least, most / ranks);
+  }
+  return least;
 }
 
 void RunPlacer::KeepPieces(LiveRequest& live) {
@@ -242,6 +261,7 @@ std::optional<PoolCapacity> RunPlacer::SubmeshCapacity(int submeshes) const {
 PoolCapacity RunPlacer::CapacityOn(const HeldRuns::Workers& workers) const {
   PoolCapacity capacity = CapacityOf(workers, survey_.links());
   if (std::ssize(workers) < members_.workers_to_stay()) capacity.shared_weights.reset();
+  SetShortRoom(capacity, short_rank_bytes_);
   return capacity;
 }
 
@@ -257,8 +277,11 @@ bool RunPlacer::HasRoom(const Plan& plan, const HeldRuns::Workers& workers, bool
     WeightShare share;
     if (shares_weights) share = {.index = static_cast<int>(i), .of = static_cast<int>(seated.size())};
     const auto offered = static_cast<int64_t>(worker->offer.memory_bytes());
-    const int64_t taken = live_.TakenOn(*worker, share);
-    if (offered > 0 && taken > 0 && ReservedBytes(plan, count) > offered - taken) return false;
+    const TakenBytes taken = live_.TakenOn(*worker, share, short_rank_bytes_);
+    if (offered == 0 || taken.all == 0) continue;
+    const int64_t bytes = ReservedBytes(plan, count);
+    const int64_t short_bytes = short_rank_bytes_ * worker->offer.ranks();
+    if (bytes > RoomBeside(offered, short_bytes, taken, bytes <= count * short_rank_bytes_)) return false;
   }
   return true;
 }

@@ -66,6 +66,10 @@ class RunPlacer {
   // fastest counts. The whole pool, and the workers that have what is cached of the prompt, where these are
   // not the pool's first; or a sub-mesh. Not empty.
   std::vector<PlanSite> SitesFor(const PrefillOptions& options) const;
+  // From now on long runs leave so much of each rank to short ones (engine/plan/short_room.h).
+  void LeaveToShort(int64_t rank_bytes) { short_rank_bytes_ = rank_bytes; }
+  // The most that one more run on one rank of each worker could take there now.
+  int64_t MostRankBytes() const;
   // Of any one rank, beside others that compute. None: prompts share no pass in this pool, as a worker's rows
   // depend on what is beside them, or its weights are not all there.
   std::optional<PoolCapacity> RankCapacity() const;
@@ -99,6 +103,7 @@ class RunPlacer {
   const LinkSurvey& survey_;
   const LiveRuns& live_;
   KvDirectory& kv_;
+  int64_t short_rank_bytes_ = 0;
 };
 
 }  // namespace meshfill

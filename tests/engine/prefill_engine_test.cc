@@ -12,10 +12,12 @@
 #include <filesystem>
 #include <fstream>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <random>
 #include <thread>
 
 #include "engine/embedded_engine.h"
+#include "engine/kv/kv_prompt.h"
 #include "engine/model/make_model.h"
 #include "engine/plan/speed_correction.h"
 #include "tests/engine/random_seed.h"
@@ -44,11 +46,13 @@ class PrefillEngineTest : public testing::Test {
     ASSERT_TRUE(status.ok()) << status;
   }
 
-  static std::unique_ptr<PrefillEngine> Load(int64_t memory_budget_bytes = 0) {
+  static std::unique_ptr<PrefillEngine> Load(int64_t memory_budget_bytes = 0,
+                                             std::optional<int64_t> kv_memory_bytes = std::nullopt) {
     auto engine = LoadEmbeddedEngine({.model_path = folder_,
                                       .ranks = 4,
                                       .peak_flops = 1e12,
                                       .memory_budget_bytes = memory_budget_bytes,
+                                      .kv_memory_bytes = kv_memory_bytes,
                                       .speed = PoolSpeed()});
     EXPECT_TRUE(engine.ok()) << engine.status();
     return engine.ok() ? *std::move(engine) : nullptr;
@@ -188,7 +192,7 @@ TEST_F(PrefillEngineTest, AdmitsWhatFitsBesideThoseThatLive) {
   const auto engine = Load(kBudget);
   const auto choice = engine->MakePlan(4000, {});
   ASSERT_TRUE(choice.ok()) << choice.status();
-  const int64_t fit = kBudget / choice->plan.predicted.run_bytes;
+  const int64_t fit = kBudget * 7 / 8 / choice->plan.predicted.run_bytes;  // the rest is left to short ones
   ASSERT_TRUE(fit > 1 && fit < engine->capacity()) << fit << " fit";
   std::vector<std::unique_ptr<Prefill>> live;
   for (int i = 0; i < fit; ++i) {
@@ -202,6 +206,62 @@ TEST_F(PrefillEngineTest, AdmitsWhatFitsBesideThoseThatLive) {
   live.pop_back();
   const auto after = RunPrefill(*engine, {prompt, {}});
   EXPECT_TRUE(after.ok()) << after.status();
+}
+
+// Long ones together leave room for it, whether one of them takes all that it may, in pieces, or several do.
+TEST_F(PrefillEngineTest, AShortPromptBeginsBesideLongOnesThatHaveAllTheyMay) {
+  const std::vector<uint32_t> shorter(100, 3);
+  for (const int64_t tokens : {60000, 3000}) {
+    const std::vector<uint32_t> prompt(static_cast<size_t>(tokens), 1);
+    const auto engine = Load(/*memory_budget_bytes=*/16 << 20, /*kv_memory_bytes=*/64 << 20);
+    const auto choice = engine->MakePlan(tokens, {});
+    ASSERT_TRUE(choice.ok()) << choice.status();
+    EXPECT_EQ(choice->pieces.size() > 1, tokens == 60000);
+    const auto alone = RunPrefill(*engine, {shorter, {}});
+    ASSERT_TRUE(alone.ok()) << alone.status();
+    const int64_t room = engine->pack_room().rank_bytes;
+    std::vector<std::unique_ptr<Prefill>> live;
+    for (;;) {
+      auto prefill = engine->Start({prompt, {}}, nullptr);
+      if (!prefill.ok()) {
+        EXPECT_EQ(prefill.status().code(), absl::StatusCode::kResourceExhausted) << prefill.status();
+        break;
+      }
+      (*prefill)->Pause();
+      live.push_back(*std::move(prefill));
+    }
+    EXPECT_LT(std::ssize(live), engine->capacity()) << "places, not memory, have run out";
+    for (const int submeshes : {1, 2, 4}) {
+      const auto beside = RunPrefill(*engine, {shorter, {.submeshes = submeshes}});
+      ASSERT_TRUE(beside.ok()) << beside.status() << " on one of " << submeshes;
+    }
+    const auto beside = RunPrefill(*engine, {shorter, {}});
+    EXPECT_EQ(beside->logits, alone->logits);
+    EXPECT_LT(engine->pack_room().rank_bytes, room);
+    EXPECT_GT(engine->pack_room().rank_bytes, 0) << "short ones may share a pass, too";
+    live.clear();
+    EXPECT_EQ(engine->pack_room().rank_bytes, room);
+  }
+}
+
+// What fits the memory only whole has all of it; what fits in pieces has them, unless others hold the room
+// for the K and V between them.
+TEST_F(PrefillEngineTest, LeavesNoRoomToShortOnesWhereThatWouldKeepAPromptOut) {
+  constexpr int64_t kTokens = 20000;
+  const PrefillOptions options = {.tile = Tile{1, 4}};
+  const int64_t needed = Load()->MakePlan(kTokens, options)->plan.predicted.run_bytes;
+  const std::vector<uint32_t> prompt(kTokens, 1);
+  EXPECT_TRUE(Load(needed, /*kv_memory_bytes=*/1000)->MakePlan(kTokens, options)->pieces.empty());
+  const auto engine = Load(needed, /*kv_memory_bytes=*/64 << 20);
+  EXPECT_GT(engine->MakePlan(kTokens, options)->pieces.size(), 1u);
+  const int64_t token_bytes = engine->model().layers * engine->model().kv_bytes(1);
+  const auto lease = engine->kv_store()->Admit(
+      std::make_shared<KvPrompt>(KvShapeOf(engine->model()), (64 << 20) / token_bytes - kTokens + 1), "",
+      absl::Hours(1));
+  ASSERT_TRUE(lease.ok()) << lease.status();
+  const auto whole = RunPrefill(*engine, {prompt, options});
+  ASSERT_TRUE(whole.ok()) << whole.status();
+  EXPECT_EQ(whole->pieces, 1);
 }
 
 // Pauses it at moments that differ from run to run, and runs others meanwhile.

@@ -20,19 +20,21 @@ struct Live {
 };
 using Slots = std::vector<std::optional<Live>>;
 
-// What the runs in `slots` have on a rank: bytes, runs, those that compute.
-std::tuple<int64_t, int, int> OnRank(const Slots& slots, int rank) {
-  int64_t bytes = 0;
+// What the runs in `slots` have on a rank: bytes, those of runs that take more than `short_bytes`, runs, and
+// those that compute.
+std::tuple<int64_t, int64_t, int, int> OnRank(const Slots& slots, int rank, int64_t short_bytes) {
+  int64_t bytes = 0, by_long = 0;
   int runs = 0, computing = 0;
   for (const auto& live : slots) {
     if (!live.has_value()) continue;
     const int first = live->place.first_rank();
     if (rank < first || rank >= first + live->place.ranks()) continue;
     bytes += live->rank_bytes;
+    by_long += live->rank_bytes > short_bytes ? live->rank_bytes : 0;
     ++runs;
     computing += live->computes ? 1 : 0;
   }
-  return {bytes, runs, computing};
+  return {bytes, by_long, runs, computing};
 }
 
 // Random runs come, stand still, go on and go, on pools of random size; a plain count of what is on each rank
@@ -43,8 +45,11 @@ TEST(RunPlaces, AdmitsWhatFitsWhereFewestCompute) {
     const int ranks = Draw(random, 1, 9);
     const int most_runs = Draw(random, 1, 6);
     constexpr int64_t kRankBudget = 1000;
+    const int64_t short_bytes = 100 * Draw<int64_t>(random, 0, 3);
     RunPlaces places(kRankBudget * ranks, ranks, most_runs);
+    places.LeaveToShort(short_bytes);
     Slots slots(8);
+    EXPECT_EQ(places.MostRankBytes(), kRankBudget);
     for (int step = 0; step < 400; ++step) {
       std::optional<Live>& slot = slots[random() % slots.size()];
       if (slot.has_value()) {
@@ -70,15 +75,18 @@ TEST(RunPlaces, AdmitsWhatFitsWhereFewestCompute) {
       std::optional<std::tuple<int, bool, int, int>> expected;  // the last is its first rank
       for (int mesh = 0; mesh < meshes && live < most_runs; ++mesh) {
         const int first = mesh * ranks / meshes;
-        int64_t bytes = 0;
+        int64_t bytes = 0, by_long = 0;
         int runs = 0, computing = 0;
         for (int rank = first; rank < first + mesh_ranks; ++rank) {
-          const auto [bytes_here, runs_here, computing_here] = OnRank(slots, rank);
+          const auto [bytes_here, long_here, runs_here, computing_here] = OnRank(slots, rank, short_bytes);
           bytes = std::max(bytes, bytes_here);
+          by_long = std::max(by_long, long_here);
           runs = std::max(runs, runs_here);
           computing = std::max(computing, computing_here);
         }
-        if (runs > 0 && bytes + rank_bytes > kRankBudget) continue;
+        const bool fits = bytes + rank_bytes <= kRankBudget &&
+                          (rank_bytes <= short_bytes || by_long + rank_bytes <= kRankBudget - short_bytes);
+        if (runs > 0 && !fits) continue;
         const std::tuple<int, bool, int, int> order = {computing, !preferred.contains(first), runs, first};
         if (!expected.has_value() || order < *expected) expected = order;
       }
@@ -94,6 +102,15 @@ TEST(RunPlaces, AdmitsWhatFitsWhereFewestCompute) {
       EXPECT_EQ(place->first_rank(), std::get<3>(*expected));
       EXPECT_EQ(place->ranks(), mesh_ranks);
       slot.emplace(Live{rank_bytes, *std::move(place)});
+      int64_t bytes_of_most = 0, long_of_most = 0;
+      for (int rank = 0; rank < ranks; ++rank) {
+        const auto [bytes_here, long_here, runs_here, computing_here] = OnRank(slots, rank, short_bytes);
+        bytes_of_most = std::max(bytes_of_most, bytes_here);
+        long_of_most = std::max(long_of_most, long_here);
+      }
+      const int64_t as_long = std::min(kRankBudget - bytes_of_most, kRankBudget - short_bytes - long_of_most);
+      const int64_t as_short = std::min(kRankBudget - bytes_of_most, short_bytes);
+      EXPECT_EQ(places.MostRankBytes(), std::max<int64_t>({0, as_long, as_short}));
     }
   }
 }

@@ -15,6 +15,7 @@
 #include "engine/plan/pieces.h"
 #include "engine/plan/planner.h"
 #include "engine/plan/predicted_timeline.h"
+#include "engine/plan/short_room.h"
 #include "engine/prefill_request.h"
 #include "kernels/return_if_error.h"
 #include "server/api/plan_proto.h"
@@ -149,12 +150,21 @@ class PlanCommand : public Command {
   absl::StatusOr<PlanChoice> Choose(const v1::Config& config, const EngineOptions& options,
                                     const ModelShape& shape, const EmbeddedPoolCapacity& host,
                                     int ranks) const {
-    ASSIGN_OR_RETURN(const PlanRequest request, Request(config, options, host, ranks));
-    ASSIGN_OR_RETURN(PlanChoice choice,
-                     MakePlanInPieces(shape, host.speed, request, GranuleOf(config, request)));
+    ASSIGN_OR_RETURN(PlanRequest request, Request(config, options, host, ranks));
+    PlanRequest on_rank = request;
+    on_rank.memory_budget_bytes /= ranks;
+    on_rank.weights = host.weights.Share(1, options.ranks);
+    const int64_t short_bytes = ranks * ShortRoomBytes(shape, host.speed, on_rank);
     const int64_t kv_bytes = KvBudgetBytes(host, options.kv_memory_bytes, options.kv_host_memory_bytes);
-    RETURN_IF_ERROR(CheckKvOfPieces(shape, request, choice, OfAllRanks(kv_bytes, options.ranks, ranks)));
-    return choice;
+    return PlanBesideShort(
+        request.memory_budget_bytes, short_bytes, [&](int64_t memory_bytes) -> absl::StatusOr<PlanChoice> {
+          request.memory_budget_bytes = memory_bytes;
+          ASSIGN_OR_RETURN(PlanChoice choice,
+                           MakePlanInPieces(shape, host.speed, request, GranuleOf(config, request)));
+          RETURN_IF_ERROR(
+              CheckKvOfPieces(shape, request, choice, OfAllRanks(kv_bytes, options.ranks, ranks)));
+          return choice;
+        });
   }
 
   // Adds the predicted seconds of streamed weights, and a row for the same weights shared by `hosts` hosts.

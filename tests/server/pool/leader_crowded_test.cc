@@ -1,4 +1,5 @@
 // More requests than the workers have memory for: which begin beside others, and which wait for memory.
+#include <algorithm>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -58,6 +59,30 @@ TEST_F(CrowdedLeaderTest, BeginsBesideOthersWhatTheWorkersHaveMemoryFor) {
   Stopped(2);
   EXPECT_NE(leader_.run_of(other), 0u);
   EXPECT_FALSE(leader_.CrowdedOut(other));
+}
+
+TEST_F(CrowdedLeaderTest, LongPromptsLeaveRoomToShortOnes) {
+  const auto of = [](int64_t tokens) {
+    return PlanForPool(Shape(), EngineOptions(), {.ranks = 2}, tokens, {})->plan.predicted.run_bytes;
+  };
+  const int64_t room = of(64) / 2;
+  leader_.LeaveToShort(room);
+  EXPECT_EQ(leader_.MostRankBytes(), of(4096) * 6 / 10);
+  const Leader::Ticket large = SubmitTokens(4096);
+  ASSERT_NE(leader_.run_of(large), 0u);
+  const int64_t left = of(4096) * 6 / 10 - of(4096) / 2;
+  EXPECT_NEAR(static_cast<double>(leader_.MostRankBytes()), static_cast<double>(std::max(room, left - room)),
+              1);
+  // The longest that would have room beside it, were none left to short ones.
+  size_t tokens = 64;
+  while (of(static_cast<int64_t>(tokens) + 64) / 2 < left) tokens += 64;
+  ASSERT_GT(of(static_cast<int64_t>(tokens)) / 2 + room, left);
+  const Leader::Ticket middling = SubmitTokens(tokens);
+  EXPECT_TRUE(leader_.CrowdedOut(middling));
+  leader_.CancelRequest(middling, absl::CancelledError("put back"), now_);
+  Do();
+  const Leader::Ticket small = SubmitTokens(64);
+  EXPECT_NE(leader_.run_of(small), 0u);
 }
 
 TEST_F(CrowdedLeaderTest, WhatStopsMayLeaveTooLittleRoom) {

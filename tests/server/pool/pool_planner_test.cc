@@ -100,6 +100,16 @@ TEST_F(FasterPartTest, KeptKvIsSpreadOverAllWorkers) {
   EXPECT_EQ(PlanOnFastestOf(WithSlow(10), options)->plan, PlanOn(WithSlow(10), options)->plan);
 }
 
+TEST_F(FasterPartTest, KeptKvIsOnTheFastWhereTheSlowHaveNoMemory) {
+  const PrefillOptions options = {.kv = std::make_shared<KvPrompt>(KvShapeOf(Shape()), 4096)};
+  PoolCapacity capacity = WithSlow(10);
+  capacity.rank_memory_bytes = 1;
+  ASSERT_FALSE(PlanOn(capacity, options).ok());
+  const auto choice = PlanOnFastestOf(capacity, options);
+  ASSERT_TRUE(choice.ok()) << choice.status();
+  EXPECT_EQ(choice->plan.ranks(), 3);
+}
+
 TEST_F(FasterPartTest, SharedWeightsNeedAllWorkers) {
   PoolCapacity capacity = WithSlow(10);
   const PlanWeights shared = {
@@ -129,6 +139,53 @@ TEST(PoolPlannerTest, MemoryIsWhatTheTightestRankHas) {
             absl::StatusCode::kFailedPrecondition);
   EXPECT_EQ(PlanForPool(Shape(), EngineOptions(), {.ranks = 0}, 4096, {}).status().code(),
             absl::StatusCode::kUnavailable);
+}
+
+// A prompt that fits without the room for short ones leaves it to them; one that does not has it.
+TEST(PoolPlannerTest, LeavesRoomToShortPrompts) {
+  constexpr int64_t kTokens = 1 << 16;
+  const PrefillOptions options = {.tile = Tile{1, 4}};  // another may need less
+  PoolCapacity capacity = {.ranks = 4, .rank_memory_bytes = 1 << 30, .rank_kv_bytes = 1 << 30};
+  const auto alone = PlanForPool(Shape(), EngineOptions(), capacity, kTokens, options);
+  ASSERT_TRUE(alone.ok()) << alone.status();
+  const int64_t needed = (alone->plan.predicted.run_bytes + 3) / 4;
+  for (const int64_t spare : {0, 1000}) {
+    capacity.rank_memory_bytes = needed + 1000;
+    capacity.short_rank_bytes = 1000 + spare;
+    for (const bool for_kv : {true, false}) {
+      capacity.rank_kv_bytes = for_kv ? 1 << 30 : 0;
+      const auto choice = PlanForPool(Shape(), EngineOptions(), capacity, kTokens, options);
+      ASSERT_TRUE(choice.ok()) << choice.status();
+      EXPECT_EQ(choice->pieces.size() > 1, for_kv && spare > 0) << spare;
+      if (for_kv) {
+        EXPECT_LE(choice->plan.predicted.run_bytes,
+                  4 * (capacity.rank_memory_bytes - capacity.short_rank_bytes));
+      }
+    }
+  }
+  // So do workers that share weights, of what they have beside these.
+  capacity = {.ranks = 4, .rank_memory_bytes = 1 << 30, .first_seats = {0, 2}, .rank_kv_bytes = 1 << 30};
+  capacity.topology.node_of_seat = {0, 0, 1, 1};
+  capacity.rank_weights = {.mode = WeightMode::kStreamed, .run_bytes = 1 << 29, .layer_seconds = 100};
+  capacity.shared_weights =
+      PlanWeights{.mode = WeightMode::kSharded, .loaded_bytes = 1000, .layer_bytes = 50};
+  capacity.shared_rank_memory_bytes = needed + 1000;
+  capacity.short_rank_bytes = 1000;
+  EXPECT_TRUE(PlanForPool(Shape(), EngineOptions(), capacity, kTokens, options)->pieces.empty());
+  capacity.short_rank_bytes = 2000;
+  EXPECT_GT(PlanForPool(Shape(), EngineOptions(), capacity, kTokens, options)->pieces.size(), 1u);
+}
+
+TEST(PoolPlannerTest, TheRoomForShortPromptsIsOfARanksMemoryAndWeights) {
+  PoolCapacity rank = {.ranks = 1, .rank_memory_bytes = 1 << 30};
+  const int64_t bare = ShortRoomOf(Shape(), EngineOptions(), rank);
+  EXPECT_EQ(bare, MakePlan(Shape(), rank.speed,
+                           {.tokens = rank.speed.slice_tokens, .keeps_kv = true, .kv_on_host = true})
+                      ->plan.predicted.run_bytes);
+  rank.rank_weights = {.mode = WeightMode::kStreamed, .run_bytes = 1000, .layer_seconds = 1};
+  EXPECT_EQ(ShortRoomOf(Shape(), EngineOptions(), rank), bare + 1000);
+  rank.rank_memory_bytes = 800;
+  EXPECT_EQ(ShortRoomOf(Shape(), EngineOptions(), rank), 100);
 }
 
 // Every rank is planned with its share of what its worker's weights take.
