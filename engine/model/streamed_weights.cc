@@ -60,10 +60,32 @@ StreamedWeights::StreamedWeights(std::unique_ptr<const ModelTensors> tensors, De
 absl::StatusOr<std::shared_ptr<const WeightPart>> StreamedWeights::Load(int part,
                                                                         const BeforeRead& before_read) {
   Shared& shared = shared_[part];
+  {
+    MutexLock lock(shared.mu);
+    for (uint64_t seen = 0; shared.reading;) {
+      if (std::exchange(seen, shared.reads) != shared.reads) {
+        RETURN_IF_ERROR(before_read().status());
+      } else {
+        shared.changed.Wait(shared.mu);
+      }
+    }
+    if (std::shared_ptr<const WeightPart> there = shared.part.lock()) return there;
+    shared.reading = true;
+    shared.reads = 0;
+  }
+  const auto counted = [&]() -> absl::StatusOr<PageCache> {
+    {
+      const MutexLock lock(shared.mu);
+      ++shared.reads;
+      shared.changed.NotifyAll();
+    }
+    return before_read();
+  };
+  absl::StatusOr<std::shared_ptr<const WeightPart>> packed = Pack(part, counted);
   const MutexLock lock(shared.mu);
-  if (std::shared_ptr<const WeightPart> there = shared.part.lock()) return there;
-  ASSIGN_OR_RETURN(std::shared_ptr<const WeightPart> packed, Pack(part, before_read));
-  shared.part = packed;
+  if (packed.ok()) shared.part = *packed;
+  shared.reading = false;
+  shared.changed.NotifyAll();
   return packed;
 }
 

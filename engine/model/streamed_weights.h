@@ -33,7 +33,8 @@ class StreamedWeights {
   int head_parts() const { return HeadParts(tensors_->config().shape); }
   int held_parts() const { return *held_; }  // parts that are in memory now, over all runs
 
-  // Packs the part, or shares what another run has of it. `before_read` as ModelTensors has it.
+  // Packs the part, or shares what another run has of it. `before_read` as ModelTensors has it; where another
+  // run reads the part, it is called for that one's reads.
   absl::StatusOr<std::shared_ptr<const WeightPart>> Load(int part, const BeforeRead& before_read);
 
   // Opens a feed of the first `parts` parts for `readers` readers. Reading begins at once. `stop` may be
@@ -45,7 +46,10 @@ class StreamedWeights {
 
   // A part that runs share while they have it.
   struct Shared {
-    Mutex mu;  // held while the part is read and packed: who wants the same one waits, nobody else does
+    Mutex mu;
+    CondVar changed;
+    bool reading ABSL_GUARDED_BY(mu) = false;  // a run reads and packs it: who wants the same one waits
+    uint64_t reads ABSL_GUARDED_BY(mu) = 0;    // that it has begun
     std::weak_ptr<const WeightPart> part ABSL_GUARDED_BY(mu);
   };
 

@@ -293,13 +293,43 @@ TEST_F(StreamedWeightsTest, ARunWaitsForNobodyElsesDisk) {
   std::shared_ptr<const WeightPart> slow, same;
   std::thread reader([&] { slow = weights_->Load(1, stuck).value(); });
   while (!reading) std::this_thread::yield();
-  std::thread waiter(
-      [&] { same = weights_->Load(1, [] { return absl::InternalError("read twice"); }).value(); });
+  std::thread waiter([&] { same = weights_->Load(1, at_once).value(); });
   EXPECT_TRUE(weights_->Load(2, at_once).ok());
   go_on = true;
   reader.join();
   waiter.join();
   EXPECT_EQ(slow, same);
+}
+
+// Whoever waits for another run's reads counts them as its own, and may be stopped between them.
+TEST_F(StreamedWeightsTest, ARunIsToldOfTheReadsThatItWaitsFor) {
+  std::atomic<bool> reading{false}, go_on{false};
+  std::atomic<int> begun{0}, told{0};
+  const auto stuck = [&] {
+    ++begun;
+    reading = true;
+    while (!go_on) std::this_thread::yield();
+    return PageCache::kFill;
+  };
+  std::shared_ptr<const WeightPart> kept;
+  std::thread reader([&] { kept = weights_->Load(1, stuck).value(); });
+  while (!reading) std::this_thread::yield();
+  const auto stopped = [] { return absl::CancelledError("stopped"); };
+  EXPECT_TRUE(absl::IsCancelled(weights_->Load(1, stopped).status()));
+  EXPECT_EQ(begun, 1);  // the reader still stands there
+  std::thread waiter([&] {
+    const auto counts = [&] {
+      ++told;
+      return PageCache::kFill;
+    };
+    EXPECT_TRUE(weights_->Load(1, counts).ok());
+  });
+  while (told == 0) std::this_thread::yield();
+  EXPECT_EQ(told, 1);  // one read is one sign of life, however long it takes
+  go_on = true;
+  reader.join();
+  waiter.join();
+  EXPECT_LE(told, begun);
 }
 
 TEST_F(StreamedWeightsTest, AFileThatShrinksIsAnErrorThatNamesIt) {
