@@ -24,6 +24,7 @@ LayerShape LayerShapeOf(const ModelShape& model, const LayerForm& form) {
           .activation = model.activation,
           .rope = form.rope,
           .fp8 = model.fp8,
+          .wide = form.wide,
           .fp4_experts = model.fp4_experts,
           .dtype = model.dtype};
 }
@@ -169,6 +170,10 @@ int64_t LayersMatrixElements(const ModelShape& model) {
   return elements;
 }
 
+bool InFp8(const LayerShape& shape, const LayerTensor& tensor) {
+  return shape.fp8.rows != 0 && tensor.may_be_fp8() && !shape.wide.Has(tensor.part);
+}
+
 namespace {
 
 bool InFp4(const LayerShape& shape, const LayerTensor& tensor) {
@@ -184,7 +189,7 @@ int64_t LayerMatrixBytes(const LayerShape& shape, DType packed) {
     if (tensor.is_vector()) continue;
     if (InFp4(shape, tensor)) {
       bytes += tensor.elements() / 2 + tensor.elements() / kMxBlock;
-    } else if (shape.fp8.rows == 0 || !tensor.may_be_fp8()) {
+    } else if (!InFp8(shape, tensor)) {
       bytes += tensor.elements() * static_cast<int64_t>(DTypeBytes(packed));
     } else {  // with a scale for each row and block of columns, in f32 (kernels/cpu/narrow_matrix.h)
       const int64_t scales = tensor.out_features * shape.fp8.ScaleColumns(tensor.in_features);
@@ -200,8 +205,7 @@ namespace {
 std::map<LayerPart, int64_t> NarrowElements(const LayerShape& shape) {
   std::map<LayerPart, int64_t> elements;
   for (const LayerTensor& tensor : LayerTensors(shape)) {
-    const bool in_fp8 = shape.fp8.rows != 0 && tensor.may_be_fp8();
-    if (in_fp8 || InFp4(shape, tensor)) elements[tensor.part] += tensor.elements();
+    if (InFp8(shape, tensor) || InFp4(shape, tensor)) elements[tensor.part] += tensor.elements();
   }
   return elements;
 }

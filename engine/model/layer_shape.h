@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "engine/model/layer_part.h"
 #include "engine/model/model_config.h"
 #include "engine/model/model_shape.h"
 #include "kernels/dtype.h"
@@ -37,7 +38,8 @@ struct LayerShape {
   LayerRope rope = LayerRope::kMain;
   QkNorm qk_norm = QkNorm::kNone;
   bool sinks = false;         // each query head has one
-  Fp8Blocks fp8;              // blocks of all matrices that may be in FP8
+  Fp8Blocks fp8;              // blocks of all matrices that may be in FP8, but those of `wide`
+  LayerParts wide;            // products that are not in FP8
   bool fp4_experts = false;   // the experts' matrices are in MXFP4
   DType dtype = DType::kF32;  // compute dtype
 
@@ -50,27 +52,6 @@ struct LayerShape {
 LayerShape LayerShapeOf(const ModelShape& model, const LayerForm& form = {});
 // Layer `layer` of the model.
 LayerShape LayerShapeOf(const ModelConfig& config, int layer);
-
-// What a tensor of the layer is for. The linear layers of one part are stacked into one product.
-enum class LayerPart {
-  kAttentionNorm,
-  kQkv,
-  kQNorm,
-  kKNorm,
-  kSinks,
-  kO,
-  kAttentionPostNorm,
-  kMlpNorm,
-  kGateUp,
-  kDown,
-  kMlpPostNorm,
-  kRouter,
-  kRouterCorrection,
-  kSharedGateUp,
-  kSharedDown,
-  kExpertGateUp,
-  kExpertDown,
-};
 
 // A vector (a norm's weight, the router's correction, sinks), [out_features], or a linear layer's matrix,
 // [out_features, in_features], with its bias, if any.
@@ -97,6 +78,9 @@ struct LayerTensor {
   std::string BiasName(int layer, int copy) const;
   std::string ScalesName(int layer, int copy, const char* scales) const;  // the FP8 scales' name
 };
+
+// Whether the tensor is in FP8.
+bool InFp8(const LayerShape& shape, const LayerTensor& tensor);
 
 // All tensors, in the order in which the layer uses them.
 std::vector<LayerTensor> LayerTensors(const LayerShape& shape);

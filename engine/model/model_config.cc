@@ -5,11 +5,11 @@
 #include <string>
 
 #include "absl/status/status.h"
-#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "engine/model/config_sizes.h"
 #include "engine/model/family.h"
 #include "engine/model/language_model.h"
+#include "engine/model/quantization_config.h"
 #include "engine/model/strict_json.h"
 #include "kernels/return_if_error.h"
 
@@ -131,11 +131,14 @@ const Family* ParseFamily(JsonKeys& keys) {
   return nullptr;
 }
 
+// Where no key says one: f32, as transformers has it, but of quantized models bf16, which all publish.
 DType ParseDType(JsonKeys& keys) {
   const char* key = keys.FindValue("dtype") != nullptr ? "dtype" : "torch_dtype";
   const json* value = keys.FindValue(key);
   keys.Find("torch_dtype");  // where both are there, `dtype` counts
-  if (value == nullptr || *value == "float32") return DType::kF32;
+  const bool quantized = keys.FindValue("quantization_config") != nullptr;
+  if (value == nullptr) return quantized ? DType::kBf16 : DType::kF32;
+  if (*value == "float32") return DType::kF32;
   if (*value == "bfloat16") return DType::kBf16;
   if (*value == "float16") return DType::kF16;
   keys.Reject(key, "implemented are float32, bfloat16 and float16");
@@ -194,177 +197,6 @@ int RopeDim(JsonKeys& keys, const ModelConfig& config) {
   return dim == config.shape.head_dim ? 0 : dim;
 }
 
-// ---- Weights in FP8: which elements share a scale, and where the scales are. Which matrices are in FP8,
-// their tensors' own dtypes say.
-//
-//     quant_method         as                                 scales of <name>.weight
-//     fp8                  Qwen3-FP8, MiniMax-M2 ship         <name>.weight_scale_inv, one for a block
-//     compressed-tensors   GLM-FP8, llm-compressor write      <name>.weight_scale, one for a block, a row
-//                                                             (channel) or a tensor
-
-constexpr int64_t kMaxBlock = int64_t{1} << 20;
-
-const json& NoObject() {
-  static const json no_object = json::object();
-  return no_object;
-}
-
-// The object at `key`; an error where it is none.
-const json& ObjectAt(JsonKeys& keys, const char* key) {
-  const json* value = keys.FindValue(key);
-  if (value == nullptr) return NoObject();
-  if (value->is_object()) return *value;
-  keys.Reject(key, "it must be an object");
-  return NoObject();
-}
-
-// [rows, columns].
-Fp8Blocks ReadBlocks(JsonKeys& keys, const char* key) {
-  const json* value = keys.FindValue(key);
-  if (value == nullptr) {
-    keys.RejectMissing(key, "it says which elements share a scale, as [128, 128]");
-    return {};
-  }
-  const auto is_size = [](const json& size) {
-    return size.is_number_integer() && size >= 1 && size <= kMaxBlock;
-  };
-  if (value->is_array() && value->size() == 2 && is_size((*value)[0]) && is_size((*value)[1])) {
-    return {.rows = (*value)[0].get<int64_t>(), .columns = (*value)[1].get<int64_t>()};
-  }
-  keys.Reject(key, "it must be two numbers, as [128, 128]");
-  return {};
-}
-
-// The list of what is not in FP8. True: it names matrices of a layer that are counted as in FP8 otherwise.
-bool NamesProjections(JsonKeys& keys, const char* key) {
-  const json* names = keys.FindValue(key);
-  if (names == nullptr) return false;
-  bool projections = false;
-  for (const json& name : *names) {
-    if (!names->is_array() || !name.is_string()) {
-      keys.Reject(key, "it must be a list of names");
-      return false;
-    }
-    const auto& text = name.get_ref<const std::string&>();
-    const bool of_next_tokens = absl::StrContains(text, "eh_proj");
-    projections = projections || (absl::StrContains(text, "_proj") && !of_next_tokens) ||
-                  absl::EndsWith(text, "mlp") || absl::EndsWith(text, "self_attn");
-  }
-  return projections;
-}
-
-void ReadCompressedWeights(JsonKeys& keys, Fp8Config& fp8) {
-  keys.Expect("num_bits", 8);
-  keys.Expect("type", "float");
-  keys.Expect("symmetric", true);
-  keys.Expect("dynamic", false);
-  keys.Expect("group_size", nullptr);
-  for (const char* key : {"observer", "observer_kwargs", "actorder", "scale_dtype", "zp_dtype"})
-    keys.Find(key);
-  const json* strategy = keys.FindValue("strategy");
-  if (strategy != nullptr && *strategy == "block") {
-    fp8.blocks = ReadBlocks(keys, "block_structure");
-    return;
-  }
-  keys.Expect("block_structure", nullptr);
-  if (strategy != nullptr && *strategy == "channel") {
-    fp8.blocks = {.rows = 1, .columns = Fp8Blocks::kAll};
-  } else if (strategy != nullptr && *strategy == "tensor") {
-    fp8.blocks = {.rows = Fp8Blocks::kAll, .columns = Fp8Blocks::kAll};
-  } else {
-    keys.Reject("strategy", "implemented are block, channel and tensor");
-  }
-}
-
-// Activations stay in the compute dtype, which is more than FP8 asks for. What is measured ahead for them is
-// in tensors of their own.
-absl::Status ReadCompressedGroup(const json& group, const std::string& path, Fp8Config& fp8) {
-  const std::string prefix = "quantization_config.config_groups.";
-  JsonKeys keys(group, path, prefix);
-  keys.Find("targets");
-  keys.Find("format");
-  keys.Expect("output_activations", nullptr);
-  JsonKeys inputs(ObjectAt(keys, "input_activations"), path, prefix + "input_activations.");
-  inputs.Expect("dynamic", true);
-  RETURN_IF_ERROR(inputs.status());
-  if (keys.FindValue("weights") == nullptr) keys.RejectMissing("weights", "it says how they are in FP8");
-  JsonKeys weights(ObjectAt(keys, "weights"), path, prefix + "weights.");
-  RETURN_IF_ERROR(keys.Finish());
-  ReadCompressedWeights(weights, fp8);
-  return weights.Finish();
-}
-
-absl::Status ReadCompressed(JsonKeys& keys, const std::string& path, Fp8Config& fp8) {
-  fp8.scales = "weight_scale";
-  const json* format = keys.FindValue("format");
-  if (format == nullptr || (*format != "float-quantized" && *format != "naive-quantized")) {
-    keys.Reject("format", "implemented are float-quantized and naive-quantized");
-  }
-  keys.Expect("kv_cache_scheme", nullptr);
-  for (const char* key : {"sparsity_config", "transform_config"}) {
-    const json& object = ObjectAt(keys, key);
-    if (!object.empty() && object != json{{"format", "dense"}}) keys.Reject(key, "it is not implemented");
-  }
-  const json& groups = ObjectAt(keys, "config_groups");
-  if (groups.size() != 1 || !groups.begin()->is_object()) {
-    keys.Reject("config_groups", "it must have one group");
-  }
-  RETURN_IF_ERROR(keys.status());
-  return ReadCompressedGroup(*groups.begin(), path, fp8);
-}
-
-void ReadBlockwise(JsonKeys& keys, Fp8Config& fp8) {
-  fp8.scales = "weight_scale_inv";
-  const json* format = keys.FindValue("fmt");
-  if (format != nullptr && *format != "e4m3" && *format != "float8_e4m3fn") {
-    keys.Reject("fmt", "implemented is e4m3, which float8_e4m3fn is by torch's name");
-  }
-  keys.Expect("activation_scheme", "dynamic");
-  fp8.blocks = ReadBlocks(keys, "weight_block_size");
-}
-
-// gpt-oss's: the experts' matrices alone, with a scale for each 32 elements of a row. The list of what is not
-// in it says nothing that the tensors' names do not.
-void ReadMxfp4(JsonKeys& keys, JsonKeys& top, ModelConfig& config) {
-  NamesProjections(keys, "modules_to_not_convert");
-  keys.Find("dequantize");
-  for (const auto& [key, value] :
-       {std::pair("hidden_size", config.shape.hidden), {"intermediate_size", config.shape.experts.width}}) {
-    if (value % kMxBlock != 0) {
-      top.Reject(key, absl::StrCat("weights in mxfp4 need a multiple of ", kMxBlock));
-    }
-  }
-  config.shape.fp4_experts = true;
-  const bool says_dtype = top.FindValue("dtype") != nullptr || top.FindValue("torch_dtype") != nullptr;
-  if (!says_dtype) config.shape.dtype = DType::kBf16;  // all other tensors, as published
-}
-
-// Reads `quantization_config`.
-absl::Status ParseFp8(JsonKeys& top, const std::string& path, ModelConfig& config) {
-  static constexpr const char* kIgnored[] = {"quantization_status", "global_compression_ratio", "version"};
-  const json& object = ObjectAt(top, "quantization_config");
-  if (top.FindValue("quantization_config") == nullptr || !top.status().ok()) return top.status();
-  JsonKeys keys(object, path, "quantization_config.");
-  const json* method = keys.FindValue("quant_method");
-  bool projections = false;
-  if (method != nullptr && *method == "fp8") {
-    projections = NamesProjections(keys, "modules_to_not_convert");
-    ReadBlockwise(keys, config.fp8);
-  } else if (method != nullptr && *method == "compressed-tensors") {
-    projections = NamesProjections(keys, "ignore");
-    RETURN_IF_ERROR(ReadCompressed(keys, path, config.fp8));
-  } else if (method != nullptr && *method == "mxfp4" && config.expert_names.gate_up != nullptr) {
-    ReadMxfp4(keys, top, config);
-    RETURN_IF_ERROR(top.status());
-    return keys.Finish(kIgnored);
-  } else {
-    keys.Reject("quant_method", "implemented are fp8 and compressed-tensors, and mxfp4 of gpt_oss");
-  }
-  // Experts that are one tensor are not in FP8: memory is then counted as if nothing was.
-  if (!projections && config.expert_names.gate_up == nullptr) config.shape.fp8 = config.fp8.blocks;
-  return keys.Finish(kIgnored);
-}
-
 absl::StatusOr<ModelConfig> ParseLanguageModel(const json& object, const std::string& file) {
   JsonKeys keys(object, file);
   const Family* family = ParseFamily(keys);
@@ -385,7 +217,7 @@ absl::StatusOr<ModelConfig> ParseLanguageModel(const json& object, const std::st
     config.shape.long_rope_after = static_cast<int64_t>(config.rope.original_context_tokens);
   }
   config.shape.rope_dim = RopeDim(keys, config);
-  RETURN_IF_ERROR(ParseFp8(keys, file, config));
+  RETURN_IF_ERROR(ParseQuantization(keys, file, config));
   RETURN_IF_ERROR(keys.Finish(kIgnoredKeys));
   RETURN_IF_ERROR(CheckSizes(config.shape, file));
   return config;

@@ -7,6 +7,7 @@
 #include <span>
 #include <vector>
 
+#include "engine/model/layer_part.h"
 #include "kernels/dtype.h"
 
 namespace meshfill {
@@ -33,6 +34,7 @@ struct LayerForm {
   int64_t window = 0;  // tokens; 0: none
   MlpKind mlp = MlpKind::kDense;
   LayerRope rope = LayerRope::kMain;
+  LayerParts wide = {};  // products that are not in FP8, where the model's others are
   auto operator<=>(const LayerForm&) const = default;
 };
 
@@ -84,7 +86,7 @@ struct ModelShape {
                                 // 0: all prompts are alike
   ExpertsShape experts;
   std::vector<LayerKind> kinds;  // LayerKindsOf its layers; empty: all are dense and see all keys
-  Fp8Blocks fp8;                 // blocks of all layers' matrices except their routers'
+  Fp8Blocks fp8;                 // blocks of the layers' matrices, but their routers' and LayerForm::wide
   bool fp4_experts = false;      // the experts' matrices are in MXFP4
   DType dtype = DType::kF32;     // compute dtype
 

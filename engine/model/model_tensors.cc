@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "engine/model/quantization_config.h"
 #include "engine/model/stacked_rows.h"
 #include "engine/model/strict_json.h"
 #include "engine/model/tensor_finder.h"
@@ -58,6 +59,14 @@ absl::StatusOr<BufferRef> PackBytes(
   return bytes;
 }
 
+// Whether one of the part's matrices is not in FP8.
+bool IsWide(const FoundLayer& layer, LayerPart part) {
+  const std::vector<std::vector<FoundLinear>>& copies = layer.at(part);
+  return std::any_of(copies.begin(), copies.end(), [](const std::vector<FoundLinear>& linears) {
+    return linears.front().matrix.dtype != DType::kF8E4M3;  // all of them are of one kind
+  });
+}
+
 // Each element and `offset`.
 absl::StatusOr<PlacedVector> PlaceVector(Device& device, const FoundWeight& weight, float offset,
                                          const BeforeRead& before_read) {
@@ -91,7 +100,10 @@ absl::StatusOr<std::unique_ptr<const ModelTensors>> ModelTensors::Find(const std
   if (!lm_head.ok()) return lm_head.status();
   found->lm_head_ = *lm_head;
   found->all_f32_ = finder.all_f32();
-  if (!finder.all_fp8()) config.shape.fp8 = {};  // counted as if all were wide
+  if (config.fp8.scales != nullptr) {
+    SetFp8([&](int layer, const LayerTensor& tensor) { return IsWide(found->layers_[layer], tensor.part); },
+           config);
+  }
   found->config_ = std::move(config);
   return found;
 }

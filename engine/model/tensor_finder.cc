@@ -75,7 +75,6 @@ FoundLinear TensorFinder::Find(const LayerTensor& tensor, int layer, int copy) {
   FoundLinear linear = {.matrix = Find(tensor.WeightName(layer, copy), std::move(shape), tensor.may_be_fp8()),
                         .bias = {},
                         .scales = {}};
-  if (tensor.may_be_fp8()) all_fp8_ = all_fp8_ && linear.matrix.dtype == DType::kF8E4M3;
   if (linear.matrix.dtype == DType::kF8E4M3) linear.scales = FindScales(tensor, layer, copy);
   if (tensor.bias) linear.bias = Find(tensor.BiasName(layer, copy), {tensor.out_features});
   if (tensor.part == LayerPart::kSinks) CheckFinite(linear.matrix, tensor.WeightName(layer, copy), "sink");

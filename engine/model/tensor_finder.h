@@ -45,7 +45,6 @@ class TensorFinder {
   absl::Status Finish();
 
   bool all_f32() const { return all_f32_; }  // all matrices found so far are f32
-  bool all_fp8() const { return all_fp8_; }  // all matrices found so far that may be FP8 are
 
  private:
   const SafetensorsFolder::Entry* FindEntry(const std::string& language_name) const;
@@ -76,7 +75,6 @@ class TensorFinder {
   std::set<std::string, std::less<>> found_;
   std::vector<std::string> ignored_;
   bool all_f32_ = true;
-  bool all_fp8_ = true;
   absl::Status status_;
 };
 

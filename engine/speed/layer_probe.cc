@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <map>
 #include <random>
 #include <utility>
 #include <vector>
@@ -24,14 +25,12 @@ int64_t Tokens(double wanted, int64_t least, int64_t most) {
 
 // The form of most of the model's layers, whatever their window.
 LayerForm CommonForm(const ModelShape& model) {
-  int most = 0;
-  MlpKind mlp = MlpKind::kDense;
-  for (const MlpKind kind : {MlpKind::kDense, MlpKind::kExperts}) {
-    int layers = 0;
-    model.ForEachKind([&](const LayerForm& form, int count) { layers += form.mlp == kind ? count : 0; });
-    if (layers > most) most = layers, mlp = kind;
-  }
-  return {.mlp = mlp};
+  std::map<LayerForm, int> layers;
+  model.ForEachKind(
+      [&](const LayerForm& form, int count) { layers[{.mlp = form.mlp, .wide = form.wide}] += count; });
+  return std::max_element(layers.begin(), layers.end(),
+                          [](const auto& x, const auto& y) { return x.second < y.second; })
+      ->first;
 }
 
 int64_t ProbedSliceTokens(const ModelShape& shape, const Grain& grain) {
@@ -157,6 +156,10 @@ absl::StatusOr<std::shared_ptr<const ProbeWeights>> MakeProbeWeights(const Model
     const WeightRows source{.data = values.data(), .dtype = shape.dtype, .rows = product.out_features};
     return device.PackWeight({&source, 1}, product.in_features);
   };
+  const auto blocks_of = [&](LayerPart part) {
+    const bool is_wide = part == LayerPart::kRouter || weights->layer_shape.wide.Has(part);
+    return is_wide ? Fp8Blocks() : shape.fp8;
+  };
   ExpertWeights& experts = weights->layer.experts;
   const std::pair<LayerPart, std::unique_ptr<PackedWeight>*> parts[] = {
       {LayerPart::kQkv, &weights->layer.qkv},        {LayerPart::kO, &weights->layer.o},
@@ -166,7 +169,7 @@ absl::StatusOr<std::shared_ptr<const ProbeWeights>> MakeProbeWeights(const Model
   for (const auto& [part, weight] : parts) {
     const ProductShape product = ProductOf(weights->layer_shape, part);
     if (product.out_features == 0) continue;  // such a layer has none
-    ASSIGN_OR_RETURN(*weight, pack(product, part == LayerPart::kRouter ? Fp8Blocks() : shape.fp8));
+    ASSIGN_OR_RETURN(*weight, pack(product, blocks_of(part)));
   }
   const std::pair<LayerPart, std::vector<std::unique_ptr<PackedWeight>>*> by_expert[] = {
       {LayerPart::kExpertGateUp, &experts.gate_up}, {LayerPart::kExpertDown, &experts.down}};
@@ -174,7 +177,7 @@ absl::StatusOr<std::shared_ptr<const ProbeWeights>> MakeProbeWeights(const Model
     const ProductShape product = ProductOf(weights->layer_shape, part);
     for (int expert = 0; product.out_features > 0 && expert < shape.experts.count; ++expert) {
       ASSIGN_OR_RETURN(std::unique_ptr<PackedWeight> weight,
-                       shape.fp4_experts ? PackFp4Noise(device, product) : pack(product, shape.fp8));
+                       shape.fp4_experts ? PackFp4Noise(device, product) : pack(product, blocks_of(part)));
       of_experts->push_back(std::move(weight));
     }
   }

@@ -124,11 +124,14 @@ std::string ShapeKey(const ModelShape& model) {
                               ? ""
                               : absl::StrCat(experts.used, " of ", experts.count, " experts of ",
                                              experts.width, " + ", experts.shared_width, ", ");
+  std::string fp8 = model.fp8.rows == 0 ? "" : absl::StrCat(", FP8 in ", model.fp8.columns);
+  model.ForEachKind([&](const LayerForm& form, int layers) {
+    if (!form.wide.empty()) absl::StrAppend(&fp8, ", parts ", form.wide.bits(), " of ", layers, " wide");
+  });
   return absl::StrCat(mlp, model.layers, " layers of ", model.hidden, " and ", model.intermediate, ", ",
                       model.q_heads, ":", model.kv_heads, " heads of ", model.head_dim, ", vocabulary ",
                       model.vocab, ", ", DTypeName(model.dtype), model.post_norms ? ", post norms" : "",
-                      model.activation == Activation::kGelu ? ", GELU" : "",
-                      model.fp8.rows == 0 ? "" : absl::StrCat(", FP8 in ", model.fp8.columns),
+                      model.activation == Activation::kGelu ? ", GELU" : "", fp8,
                       model.fp4_experts ? ", experts in MXFP4" : "");
 }
 

@@ -33,9 +33,9 @@ void ExpectPublished(JsonKeys& keys) {
       !std::all_of(kinds->begin(), kinds->end(), [](const json& kind) { return kind == 1; })) {
     keys.Reject("attn_type_list", "only full attention, 1, is implemented");
   }
-  // Ignored: further tokens are not predicted, there is no shared expert, and no code of the folder is run.
-  for (const char* key : {"use_mtp", "num_mtp_modules", "mtp_transformer_layers", "mlp_intermediate_size",
-                          "shared_moe_mode", "auto_map"}) {
+  // Ignored: there is no shared expert, and no code of the folder is run.
+  for (const char* key :
+       {"use_mtp", "mtp_transformer_layers", "mlp_intermediate_size", "shared_moe_mode", "auto_map"}) {
     keys.Find(key);
   }
 }
@@ -56,6 +56,7 @@ void Read(JsonKeys& keys, ModelConfig& config) {
   config.rope.share =
       static_cast<double>(keys.Integer("rotary_dim", head_dim, 1, head_dim)) / static_cast<double>(head_dim);
   ExpectPublished(keys);
+  config.unused_layers = static_cast<int>(keys.Integer("num_mtp_modules", 0, 0, 64));
 }
 
 void Write(const MakeModelOptions& options, json& config) {

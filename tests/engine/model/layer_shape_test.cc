@@ -177,6 +177,27 @@ TEST(LayerShape, CountsFp8AsBytesWithScales) {
             4 * (LayerMatrixElements(LayerShapeOf(model, experts)) - 5 * 64));
 }
 
+TEST(LayerShape, CountsWideProductsOfAModelInFp8) {
+  ModelShape model = {.layers = 3, .hidden = 64, .intermediate = 100, .q_heads = 2, .kv_heads = 1};
+  model.head_dim = 8;
+  model.fp8 = {.rows = 1, .columns = Fp8Blocks::kAll};
+  LayerForm some;
+  some.wide.Add(LayerPart::kO);
+  some.wide.Add(LayerPart::kDown);
+  model.kinds = LayerKindsOf(std::vector<LayerForm>{{}, some, some});
+  EXPECT_EQ(model.kinds.size(), 2u);
+  const int64_t o = 64 * 16, down = 64 * 100, scales = 4 * (32 + 64 + 200 + 64);
+  const int64_t all = LayerMatrixElements(LayerShapeOf(model)), narrow = all + scales;
+  const int64_t with_wide = narrow + o + down - 4 * (64 + 64);
+  const WeightBytes bytes = WeightBytesOf(model, DType::kBf16);
+  EXPECT_EQ(bytes.layers, narrow + 2 * with_wide);
+  EXPECT_EQ(bytes.most_layer, with_wide);
+  EXPECT_EQ(MostWidenedBytes(model, DType::kBf16), 2 * all);
+  model.kinds = LayerKindsOf(std::vector<LayerForm>{some, some, some});
+  EXPECT_EQ(MostWidenedBytes(model, DType::kBf16), 2 * (all - o - down));
+  EXPECT_EQ(MostWidenedProductBytes(model, DType::kBf16), 2 * 200 * 64);
+}
+
 TEST(LayerShape, CountsMxfp4AsHalfBytesWithScales) {
   std::mt19937_64 random(TestSeed());
   LayerShape shape = RandomShape(random);

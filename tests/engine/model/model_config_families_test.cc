@@ -101,7 +101,8 @@ TEST(ModelConfigTest, ReadsMiniMaxM2AsItIsPublished) {
   EXPECT_EQ(config.router,
             (RouterRule{.score = RouterScore::kSigmoid, .experts = 5, .used = 3, .normalised = true}));
   EXPECT_TRUE(config.router_correction);
-  EXPECT_EQ(config.unused_layers, 0);
+  EXPECT_EQ(config.unused_layers, 3);
+  EXPECT_EQ(ParseGood(MiniMaxM2()).unused_layers, 0);
   EXPECT_EQ(config.shape.fp8, (Fp8Blocks{.rows = 128, .columns = 128}));
   EXPECT_STREQ(config.fp8.scales, "weight_scale_inv");
 }

@@ -4,6 +4,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <initializer_list>
 #include <string>
 #include <vector>
 
@@ -17,6 +18,15 @@ namespace {
 
 using nlohmann::json;
 using testing::ElementsAre;
+
+LayerParts Parts(std::initializer_list<LayerPart> parts) {
+  LayerParts set;
+  for (const LayerPart part : parts) set.Add(part);
+  return set;
+}
+LayerParts WideParts(const ModelConfig& config, size_t layer) {
+  return layer < config.layers.size() ? config.layers[layer].wide : LayerParts();
+}
 
 TEST(ModelConfigTest, ReadsTheShape) {
   const ModelConfig config = ParseGood(With(Llama(), {{"tie_word_embeddings", true}, {"head_dim", 32}}));
@@ -218,6 +228,14 @@ TEST(ModelConfigTest, DTypeInOldAndNewSpelling) {
   EXPECT_EQ(ParseGood(With(Llama(), {{"torch_dtype", "float16"}})).shape.dtype, DType::kF16);
   EXPECT_EQ(ParseGood(With(Llama(), {{"dtype", "float32"}})).shape.dtype, DType::kF32);
   EXPECT_EQ(ParseGood(With(Llama(), {{"dtype", nullptr}})).shape.dtype, DType::kBf16);
+  EXPECT_EQ(ParseGood(Without(Llama(), "torch_dtype")).shape.dtype, DType::kF32);
+}
+
+TEST(ModelConfigTest, QuantizedModelsAreBf16WhereNothingSaysAnother) {
+  for (const json& config : {Fp8(json::object()), Compressed(json::object(), json::object())}) {
+    EXPECT_EQ(ParseGood(Without(config, "torch_dtype")).shape.dtype, DType::kBf16);
+    EXPECT_EQ(ParseGood(With(config, {{"torch_dtype", "float32"}})).shape.dtype, DType::kF32);
+  }
 }
 
 TEST(ModelConfigTest, ReadsWhereTheScalesOfFp8Are) {
@@ -247,20 +265,69 @@ TEST(ModelConfigTest, ReadsWhereTheScalesOfFp8Are) {
     EXPECT_EQ(ParseGood(Compressed(same, json::object())).fp8.blocks, channels.fp8.blocks) << same;
   }
 
-  // Where some of the layers' matrices are wide, all are counted so: rather too much memory than too little.
-  for (const char* name :
-       {"model.layers.0.self_attn.q_proj", "model.layers.0.mlp", "model.layers.0.self_attn"}) {
-    const ModelConfig some = ParseGood(Fp8({{"modules_to_not_convert", {name, "lm_head"}}}));
-    EXPECT_EQ(some.fp8.blocks, blocks.fp8.blocks);
-    EXPECT_EQ(some.shape.fp8, Fp8Blocks()) << name;
-  }
-  const ModelConfig next_tokens = ParseGood(Fp8({{"modules_to_not_convert", {"model.layers.3.eh_proj"}}}));
-  EXPECT_EQ(next_tokens.shape.fp8, blocks.fp8.blocks);
+  // As other writers have it, and what transformers 5 adds.
+  const json same = {
+      {"dequantize", false}, {"scale_fmt", "float"}, {"ignored_layers", {"model.layers.1.self_attn.o_proj"}}};
+  EXPECT_EQ(ParseGood(Fp8(same)).fp8.blocks, blocks.fp8.blocks);
+  EXPECT_EQ(WideParts(ParseGood(Fp8(same)), 1), Parts({LayerPart::kO}));
+
   // gpt-oss's experts are one tensor, which is never in FP8.
   const json quantisation = Fp8(json::object()).at("quantization_config");
   const ModelConfig stacked = ParseGood(With(GptOss(), {{"quantization_config", quantisation}}));
-  EXPECT_EQ(stacked.fp8.blocks, blocks.fp8.blocks);
-  EXPECT_EQ(stacked.shape.fp8, Fp8Blocks());
+  EXPECT_EQ(stacked.shape.fp8, blocks.fp8.blocks);
+  EXPECT_EQ(WideParts(stacked, 2), Parts({LayerPart::kExpertGateUp, LayerPart::kExpertDown}));
+}
+
+// What a config leaves out of FP8 is wide in a plan, product by product.
+TEST(ModelConfigTest, CountsAsWideWhatIsLeftOutOfFp8) {
+  const LayerParts none, attention = Parts({LayerPart::kQkv, LayerPart::kO}),
+                         mlp = Parts({LayerPart::kGateUp, LayerPart::kDown});
+  const struct {
+    const char* entry;
+    LayerParts first, last;  // of the first layer, and the last
+  } kCases[] = {
+      {"model.layers.0.self_attn.q_proj", Parts({LayerPart::kQkv}), none},
+      {"model.layers.0.mlp", mlp, none},
+      {"model.layers.2.self_attn", none, attention},
+      {"language_model.model.layers.2.self_attn", none, attention},
+      {"model.language_model.layers.2.self_attn", none, attention},
+      {"o_proj", Parts({LayerPart::kO}), Parts({LayerPart::kO})},
+      {"re:.*self_attn.*", attention, attention},
+      {R"(re:model\.layers\.[12]\.mlp\.down_proj)", none, Parts({LayerPart::kDown})},
+      {R"(re:.*down_proj$)", Parts({LayerPart::kDown}), Parts({LayerPart::kDown})},
+      // What is none of the model's layers, or none of their matrices in FP8.
+      {"lm_head", none, none},
+      {"re:.*lm_head", none, none},
+      {"model.layers.0.mlp.gate", none, none},
+      {"model.layers.3.eh_proj", none, none},
+      {"model.layers.3.self_attn.q_proj", none, none},
+      {"model.layers.13.mlp", none, none},
+      {"vision_tower.vision_model.encoder.layers.0.self_attn.q_proj", none, none},
+      {"re:vision_tower.*", none, none},
+      {"re:layers.*", none, none},  // patterns match from where the name begins
+      {"proj", none, none},
+  };
+  for (const auto& [entry, first, last] : kCases) {
+    SCOPED_TRACE(entry);
+    for (const ModelConfig& config : {ParseGood(Fp8({{"modules_to_not_convert", {"lm_head", entry, "x"}}})),
+                                      ParseGood(Compressed({{"ignore", {"x", entry}}}, json::object()))}) {
+      EXPECT_EQ(config.shape.fp8, config.fp8.blocks);
+      EXPECT_EQ(WideParts(config, 0), first);
+      EXPECT_EQ(WideParts(config, 2), last);
+      EXPECT_EQ(config.shape.kinds, LayerKindsOf(config.layers));
+    }
+  }
+  // Nothing is left, and what cannot be read as a pattern.
+  for (const json& entries : {json{"self_attn", "mlp"}, json{"re:(?!vision).*"}}) {
+    const ModelConfig config = ParseGood(Fp8({{"modules_to_not_convert", entries}}));
+    EXPECT_EQ(config.shape.fp8, Fp8Blocks()) << entries;
+    EXPECT_EQ(config.shape.kinds, (std::vector{LayerKind{{}, 3}})) << entries;
+  }
+  // All experts, by the name of what is around them.
+  const json experts = Fp8({{"modules_to_not_convert", {"model.layers.1.mlp.experts"}}});
+  EXPECT_EQ(
+      WideParts(ParseGood(With(Qwen3Moe(), {{"quantization_config", experts["quantization_config"]}})), 1),
+      Parts({LayerPart::kExpertGateUp, LayerPart::kExpertDown}));
 }
 
 }  // namespace

@@ -46,6 +46,10 @@ TEST(ModelTest, HoldsTheExperts) {
       good.config["num_nextn_predict_layers"] = 1;
       good.tensors["model.layers.2.enorm.weight"] = good.tensors.at("model.norm.weight");
     }
+    if (family == ModelFamily::kMiniMaxM2) {
+      good.config["num_mtp_modules"] = 2;
+      good.tensors["model.layers.3.enorm.weight"] = good.tensors.at("model.norm.weight");
+    }
     good.Write(folder.path());
     for (const WeightMode mode : kModes) {
       const auto [device, model] = LoadAs(mode, folder.path());

@@ -9,6 +9,8 @@
 #include <utility>
 #include <vector>
 
+#include "engine/model/layer_shape.h"
+#include "engine/model/model_tensors.h"
 #include "tests/engine/model/hf_folder.h"
 #include "tests/engine/model/loaded_model.h"
 #include "tests/engine/temp_folder.h"
@@ -93,8 +95,8 @@ TEST(ModelTest, HoldsWeightsInFp8WithAScaleForEach) {
   }
 }
 
-// What a tensor is, the tensor says: some of the layers' matrices may be wide. Memory is then counted as if
-// all were.
+// What a tensor is, the tensor says: some of the layers' matrices may be wide. Memory is counted product by
+// product.
 TEST(ModelTest, HoldsWeightsOfWhichSomeAreInFp8) {
   HfFolder content = Good(ModelFamily::kLlama, DType::kF8E4M3);
   const std::string name = std::string(kLayer1) + "self_attn.o_proj";
@@ -106,7 +108,49 @@ TEST(ModelTest, HoldsWeightsOfWhichSomeAreInFp8) {
   const auto [device, model] = LoadAs(WeightMode::kResident, folder.path());
   ASSERT_TRUE(model.ok()) << model.status();
   ExpectHolds(**model, content);
-  EXPECT_EQ((*model)->shape().fp8.rows, 0);
+  EXPECT_EQ((*model)->shape().fp8, (*model)->config().fp8.blocks);
+  LayerParts o;
+  o.Add(LayerPart::kO);
+  for (const LayerForm& layer : (*model)->config().layers) {
+    const bool is_it = &layer == &(*model)->config().layers[1];
+    EXPECT_EQ(layer.wide, is_it ? o : LayerParts());
+  }
+  EXPECT_EQ((*model)->shape().kinds, LayerKindsOf((*model)->config().layers));
+}
+
+// What is planned for a model is what it takes, whatever of it is wide.
+TEST(ModelTest, CountsTheBytesOfWeightsOfWhichSomeAreInFp8) {
+  for (const ModelFamily family : {ModelFamily::kLlama, ModelFamily::kQwen3Moe}) {
+    HfFolder content = Good(family, DType::kF8E4M3);
+    std::vector<std::string> wide = {std::string(kLayer1) + "self_attn.o_proj"};
+    if (family == ModelFamily::kQwen3Moe) {
+      for (auto& [name, tensor] : content.tensors) {
+        if (name.starts_with(std::string(kLayer1) + "mlp.experts.") && name.ends_with("down_proj.weight")) {
+          wide.push_back(name.substr(0, name.size() - 7));
+        }
+      }
+    }
+    for (const std::string& name : wide) {
+      HfTensor& matrix = content.tensors.at(name + ".weight");
+      matrix = {ElementType::kBf16, matrix.shape, std::vector<std::byte>(2 * matrix.bytes.size())};
+      content.tensors.erase(name + ".weight_scale_inv");
+    }
+    const TempFolder folder;
+    content.Write(folder.path());
+    const auto tensors = ModelTensors::Find(folder.path());
+    ASSERT_TRUE(tensors.ok()) << tensors.status();
+    const ModelConfig& config = (*tensors)->config();
+    int64_t matrices = 0;  // as the folder has them, with a scale for each row of a block
+    for (const auto& [name, tensor] : content.tensors) {
+      if (!name.starts_with("model.layers.") || tensor.shape.size() != 2 || name.ends_with("_scale_inv"))
+        continue;
+      const bool fp8 = tensor.type == ElementType::kF8E4M3;
+      const int64_t elements = tensor.shape[0] * tensor.shape[1];
+      matrices += fp8 ? elements + 4 * tensor.shape[0] * config.fp8.blocks.ScaleColumns(tensor.shape[1])
+                      : 2 * elements;
+    }
+    EXPECT_EQ(WeightBytesOf(config.shape, DType::kBf16).layers, matrices);
+  }
 }
 
 TEST(ModelTest, RefusesBrokenFp8ByName) {

@@ -109,6 +109,12 @@ TEST(PoolProfile, SaysWhatIsWrongWithAFileAndReplacesIt) {
   }
 }
 
+LayerForm FormWithWide(LayerPart part) {
+  LayerForm form;
+  form.wide.Add(part);
+  return form;
+}
+
 TEST(PoolProfile, AnotherPoolHasAnotherKey) {
   const std::string key = PoolKey("cpu/x", kModel, "4 ranks");
   EXPECT_EQ(PoolKey("cpu/x", kModel, "4 ranks"), key);
@@ -126,6 +132,8 @@ TEST(PoolProfile, AnotherPoolHasAnotherKey) {
       [](M& m) { m.activation = Activation::kGelu; },
       [](M& m) { m.fp8 = {.rows = 128, .columns = 128}; },
       [](M& m) { m.fp8.columns = 64; },
+      [](M& m) { m.kinds = {{.form = FormWithWide(LayerPart::kO), .layers = m.layers}}; },
+      [](M& m) { m.kinds = {{.form = FormWithWide(LayerPart::kQkv), .layers = m.layers}}; },
       [](M& m) { m.fp4_experts = true; },
       [](M& m) { m.experts = {.count = 8, .used = 2, .width = 64, .shared_width = 32}; },
       [](M& m) { m.experts.count = 16; },

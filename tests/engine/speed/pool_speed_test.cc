@@ -8,6 +8,7 @@
 #include "engine/speed/layer_probe.h"
 #include "gtest/gtest.h"
 #include "kernels/cpu/cpu_device.h"
+#include "kernels/cpu/packed_matrix.h"
 #include "tests/engine/random_seed.h"
 
 namespace meshfill {
@@ -197,6 +198,35 @@ TEST(MeasurePoolSpeed, ProbesExpertsWithAsManyRowsAsTheyHave) {
     ASSERT_TRUE(weights.ok()) << weights.status();
     EXPECT_EQ((*weights)->shape.experts.count, probed) << used << " of " << count;
     EXPECT_EQ((*weights)->shape.experts.used, 1);
+  }
+}
+
+TEST(LayerProbe, PacksInFp8WhatTheCommonestLayerHasInFp8) {
+  ModelShape model{.layers = 3,
+                   .hidden = 64,
+                   .intermediate = 128,
+                   .q_heads = 4,
+                   .kv_heads = 2,
+                   .head_dim = 16,
+                   .vocab = 256,
+                   .context_tokens = 4096,
+                   .fp8 = {.rows = 128, .columns = 128},
+                   .dtype = DType::kF32};
+  LayerForm some;
+  some.wide.Add(LayerPart::kO);
+  const std::unique_ptr<Device> device = MakeCpuDevice(model.dtype, 1, 1);
+  const auto stream = device->NewStream(nullptr);
+  ASSERT_TRUE(stream.ok()) << stream.status();
+  for (const int with_wide : {1, 2}) {
+    model.kinds = {{.form = {}, .layers = 3 - with_wide}, {.form = some, .layers = with_wide}};
+    const auto weights = MakeProbeWeights(model, **stream);
+    ASSERT_TRUE(weights.ok()) << weights.status();
+    const auto is_wide = [](const std::unique_ptr<PackedWeight>& weight) {
+      return !dynamic_cast<const CpuWeight&>(*weight).wide().empty();
+    };
+    EXPECT_FALSE(is_wide((*weights)->layer.qkv));
+    EXPECT_EQ(is_wide((*weights)->layer.o), with_wide == 2);
+    EXPECT_FALSE(is_wide((*weights)->layer.down));
   }
 }
 
