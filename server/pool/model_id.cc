@@ -8,16 +8,12 @@
 #include "absl/strings/str_cat.h"
 #include "engine/model/model_config.h"
 #include "engine/model/model_tensors.h"
-#include "engine/model/safetensors_folder.h"
 #include "engine/model/strict_json.h"
 #include "kernels/return_if_error.h"
 #include "kernels/word_hash.h"
 
 namespace meshfill {
 namespace {
-
-constexpr size_t kSamples = 64;  // samples of a tensor, spread evenly
-constexpr size_t kSampleBytes = 64;
 
 void AddBytes(std::span<const std::byte> bytes, WordHash& hash) {
   hash.Add(bytes.size());
@@ -30,23 +26,41 @@ void AddBytes(std::span<const std::byte> bytes, WordHash& hash) {
 
 void AddText(std::string_view text, WordHash& hash) { AddBytes(std::as_bytes(std::span(text)), hash); }
 
-uint64_t WeightsHash(const SafetensorsFolder& folder) {
-  WordHash hash;
+}  // namespace
+
+std::vector<WeightSample> WeightSamples(const SafetensorsFolder& folder) {
+  constexpr size_t kSamples = 1024, kSampleBytes = 4096;  // 4 MiB
+  size_t total = 0;
+  for (const auto& [name, entry] : folder.entries()) total += entry.tensor.bytes.size();
+  const size_t stride = std::max(kSampleBytes, (total + kSamples - 1) / kSamples);
+  std::vector<WeightSample> samples;
+  size_t begin = 0;
   for (const auto& [name, entry] : folder.entries()) {
-    const TensorView& tensor = entry.tensor;
-    AddText(name, hash);
-    AddText(ElementTypeName(tensor.type), hash);
-    for (int64_t length : tensor.shape) hash.Add(static_cast<uint64_t>(length));
-    const size_t size = tensor.bytes.size();
-    const size_t stride = std::max(kSampleBytes, size / kSamples);
-    for (size_t begin = 0; begin < size; begin += stride) {
-      AddBytes(tensor.bytes.subspan(begin, std::min(kSampleBytes, size - begin)), hash);
+    const size_t end = begin + entry.tensor.bytes.size();
+    for (size_t at = begin / stride * stride; at < end; at += stride) {
+      const size_t from = std::max(at, begin), until = std::min(at + kSampleBytes, end);
+      if (from < until) samples.push_back({&entry, entry.tensor.bytes.subspan(from - begin, until - from)});
     }
+    begin = end;
   }
-  return hash.Finish();
+  return samples;
 }
 
-}  // namespace
+absl::StatusOr<uint64_t> WeightsHash(const SafetensorsFolder& folder) {
+  WordHash hash;
+  for (const auto& [name, entry] : folder.entries()) {
+    AddText(name, hash);
+    AddText(ElementTypeName(entry.tensor.type), hash);
+    for (int64_t length : entry.tensor.shape) hash.Add(static_cast<uint64_t>(length));
+  }
+  std::vector<std::byte> read;
+  for (const WeightSample& sample : WeightSamples(folder)) {
+    read.resize(sample.bytes.size());
+    RETURN_IF_ERROR(sample.entry->file->Read(sample.bytes, PageCache::kFill, read.data()));
+    AddBytes(read, hash);
+  }
+  return std::max<uint64_t>(1, hash.Finish());
+}
 
 absl::StatusOr<IdentifiedModel> IdentifyModel(const std::string& folder, std::optional<DType> dtype) {
   const std::string path = folder + "/config.json";
@@ -63,7 +77,8 @@ absl::StatusOr<IdentifiedModel> IdentifyModel(const std::string& folder, std::op
   const auto tensors = ModelTensors::Find(folder, /*check_values=*/false);
   if (!tensors.ok() && !absl::IsNotFound(tensors.status())) return tensors.status();
   if (tensors.ok()) {
-    model.id.set_weights_hash(std::max<uint64_t>(1, WeightsHash((*tensors)->folder())));
+    ASSIGN_OR_RETURN(const uint64_t weights_hash, WeightsHash((*tensors)->folder()));
+    model.id.set_weights_hash(weights_hash);
     model.shape = (*tensors)->config().shape;
     model.shape.dtype = AutoDType((*tensors)->all_f32());
   } else {
