@@ -355,7 +355,12 @@ class CliTest(CliTestCase):
         self.refuse("plan", "--cluster", root / "configs/scenarios/ethernet.yaml", "--model", llama, "--tokens", 1000,
                     status=2, message=r"ethernet\.yaml: cluster\.gemm_flops_per_second")
         self.refuse("plan", "--cluster", cluster, "--model", llama, "--tokens", 1 << 21, status=2,
-                    message="above the model's context")
+                    message="above the model's context.*--context")
+        minimax, longer = root / "configs/models/minimax-m2", 1 << 18
+        self.assertEqual(plan(minimax, longer, 16, "--context", longer)["ranks"], 16)
+        for context in ([], ["--context", longer - 1], ["--context", longer, "--cached", 1]):
+            self.refuse("plan", "--cluster", cluster, "--model", minimax, "--tokens", longer, "--ranks", 16, *context,
+                        status=2, message="above the model's context")
         small = self.tmp / "small.yaml"
         small.write_text(cluster.read_text().replace("memory_bytes: 80GB", "memory_bytes: 8GB"))
         self.refuse("plan", "--cluster", small, "--model", llama, "--tokens", 1000, "--ranks", 1, status=1,

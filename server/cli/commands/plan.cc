@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <numeric>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -10,7 +11,9 @@
 #include "absl/strings/str_cat.h"
 #include "engine/embedded_pool.h"
 #include "engine/kv_budget.h"
+#include "engine/model/config_sizes.h"
 #include "engine/model/model_config.h"
+#include "engine/model/rope_config.h"
 #include "engine/model/strict_json.h"
 #include "engine/plan/pieces.h"
 #include "engine/plan/planner.h"
@@ -62,6 +65,10 @@ class PlanCommand : public Command {
         ->type_name("N")
         ->check(WholeNumber(1))
         ->required();
+    app_->add_option("--context", context_tokens_,
+                     "Longest prompt of the model (default: the config.json's): plan for more than it is for")
+        ->type_name("N")
+        ->check(CLI::Range(int64_t{1}, kMaxPosition));
     app_->add_option("--cached", cached_tokens_, "Tokens before it whose keys and values are there already")
         ->type_name("P")
         ->check(WholeNumber(0))
@@ -86,7 +93,7 @@ class PlanCommand : public Command {
     app_->add_option("--svg", svg_path_,
                      "Draw the plan: who computes what, in which steps, how long it takes")
         ->type_name("FILE");
-    for (const char* own : {"--config", "--set", "--model", "--cluster", "--cached", "--ranks",
+    for (const char* own : {"--config", "--set", "--model", "--cluster", "--context", "--cached", "--ranks",
                             "--ranks-per-host", "--dtype", "--svg"}) {
       server->excludes(app_->get_option(own));
     }
@@ -121,7 +128,7 @@ class PlanCommand : public Command {
           workers ? "give --ranks-per-host" : "plan for workers with a config that has pool.control_listen"));
     }
     ASSIGN_OR_RETURN(ModelShape shape, ReadModelShape(options));
-    RETURN_IF_ERROR(CheckContext(shape));
+    RETURN_IF_ERROR(SetContext(shape));
     ASSIGN_OR_RETURN(const EmbeddedPoolCapacity host, CapacityWithoutWeights(options, shape));
     std::vector<WeightModeBytes> modes = host.weight_modes;
     absl::StatusOr<PlanChoice> choice = Choose(config, options, shape, host, ranks);
@@ -180,14 +187,19 @@ class PlanCommand : public Command {
     modes.push_back({WeightMode::kSharded, predicted.weight_bytes / hosts, true, predicted.seconds});
   }
 
-  absl::Status CheckContext(const ModelShape& shape) const {
+  // Gives the model the context that was asked for. OUT_OF_RANGE: the prompt is above it.
+  absl::Status SetContext(ModelShape& shape) const {
+    if (context_tokens_.has_value()) {
+      shape.context_tokens = *context_tokens_;
+      RETURN_IF_ERROR(CheckSizes(shape, "--context"));
+    }
     if (cached_tokens_ <= shape.context_tokens && tokens_ <= shape.context_tokens - cached_tokens_) {
       return absl::OkStatus();
     }
     const std::string cached = cached_tokens_ == 0 ? "" : absl::StrCat(" after --cached ", cached_tokens_);
     return absl::OutOfRangeError(absl::StrCat("--tokens ", tokens_, cached,
                                               " is above the model's context of ", shape.context_tokens,
-                                              " tokens; plan a shorter prompt"));
+                                              " tokens; plan a shorter prompt, or give --context"));
   }
 
   // The server cuts what does not fit where a block begins, too.
@@ -206,8 +218,8 @@ class PlanCommand : public Command {
     ASSIGN_OR_RETURN(const GpuCluster gpus, LoadGpuCluster(cluster_path_));
     EngineOptions options = ToEngineOptions(config);
     options.dtype = DType::kBf16;
-    ASSIGN_OR_RETURN(const ModelShape shape, ReadModelShape(options));
-    RETURN_IF_ERROR(CheckContext(shape));
+    ASSIGN_OR_RETURN(ModelShape shape, ReadModelShape(options));
+    RETURN_IF_ERROR(SetContext(shape));
     PlanRequest request = PlanRequestOf(options, shape_, tokens_);
     request.ranks = ranks_.value_or(gpus.cluster.gpus_per_node);
     request.cached_tokens = cached_tokens_;
@@ -277,6 +289,7 @@ class PlanCommand : public Command {
   std::string model_path_;
   std::string cluster_path_;
   int64_t tokens_ = 0;
+  std::optional<int64_t> context_tokens_;
   int64_t cached_tokens_ = 0;
   std::optional<int> ranks_;
   std::optional<int> ranks_per_host_;

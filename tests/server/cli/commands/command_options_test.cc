@@ -63,7 +63,7 @@ make-model
 --seed=1
 --shard-bytes=2147483648
 plan
---server excludes --cached excludes --cluster excludes --config excludes --dtype excludes --model excludes --ranks excludes --ranks-per-host excludes --set excludes --svg
+--server excludes --cached excludes --cluster excludes --config excludes --context excludes --dtype excludes --model excludes --ranks excludes --ranks-per-host excludes --set excludes --svg
 --cert needs --key needs --server
 --key needs --cert needs --server
 --tls needs --server
@@ -75,6 +75,7 @@ plan
 --model excludes --server
 --cluster excludes --server
 --tokens!
+--context excludes --server
 --cached=0 excludes --server
 --ranks excludes --server
 --ranks-per-host excludes --server
