@@ -27,13 +27,19 @@ class FreePlaces {
     --count_;
     CountRest(work_seconds);
   }
+  // Something waits for memory that is predicted to take so long: from now on only what is short beside that,
+  // too, begins.
+  void KeepForShort(double work_seconds) {
+    count_ = std::min(count_, 1);
+    CountRest(work_seconds);
+  }
   void Close() { count_ = 0; }  // nothing more begins
 
  private:
   static constexpr double kShortBeside = 0.5;
 
   int count_;
-  double shortest_rest_seconds_ = std::numeric_limits<double>::infinity();  // of all that live
+  double shortest_rest_seconds_ = std::numeric_limits<double>::infinity();  // of all that it counts
 };
 
 }  // namespace meshfill

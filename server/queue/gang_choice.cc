@@ -25,7 +25,7 @@ Gang GangChoice::FirstThatMay(std::span<const RunTicket> ranked) const {
   for (size_t i = 0; i < ranked.size(); ++i) {
     const RunEntry& entry = entries_.at(ranked[i]);
     if (entry.state == RunState::kUploading || entry.leaving) continue;
-    if (entry.put_back) places.Close();  // nothing new begins after who waits for memory
+    if (entry.put_back) places.KeepForShort(entry.job.work_seconds);
     const bool lives = entry.state == RunState::kLive;
     if (!lives && !places.HasOneFor(entry.job.work_seconds)) continue;
     if (gang.tickets.empty()) {
@@ -38,7 +38,7 @@ Gang GangChoice::FirstThatMay(std::span<const RunTicket> ranked) const {
       longest_seconds = kLongestBeside * entry.job.SecondsOn(gang.submeshes);
       looks_at_gain = lives;
     } else if (lives ? entry.submeshes != gang.submeshes || IsAt(entry.place, gang)
-                     : entry.job.SecondsOn(gang.submeshes) > longest_seconds) {
+                     : !MayBeBeside(entry, gang.submeshes, longest_seconds)) {
       continue;
     } else if (!lives && std::exchange(looks_at_gain, false) &&
                !GainBeside(ranked, gang.submeshes, longest_seconds)) {
@@ -58,14 +58,15 @@ bool GangChoice::IsAt(uint64_t place, const Gang& gang) const {
 }
 
 int GangChoice::BestSubmeshes(std::span<const RunTicket> ranked) const {
-  const RunJob& first = entries_.at(ranked.front()).job;
+  const RunEntry& first = entries_.at(ranked.front());
   const auto computes_on = [this](int submeshes) {
     return std::count_if(computing_.begin(), computing_.end(),
                          [&](RunTicket ticket) { return entries_.at(ticket).submeshes == submeshes; });
   };
   int best = 1;
   double best_ratio = kLeastGain;
-  for (const auto& [submeshes, seconds] : first.submeshes) {
+  for (const auto& [submeshes, seconds] : first.job.submeshes) {
+    if (!KeepsDeadline(first, seconds)) continue;
     const auto at_once = std::min<std::ptrdiff_t>(submeshes, limits_.places.alike() + computes_on(submeshes));
     std::vector<double> free_at(static_cast<size_t>(at_once), 0);
     double in_turn = 0, ends_in_turn = 0, ends_beside = 0;
@@ -76,7 +77,7 @@ int GangChoice::BestSubmeshes(std::span<const RunTicket> ranked) const {
       if (entry.state == RunState::kUploading || entry.leaving || weighed == kMostWeighed) continue;
       if (lives && !(entry.computes && entry.submeshes == submeshes)) continue;
       const double on_submesh = lives ? entry.Rest(now_) : entry.job.SecondsOn(submeshes);
-      if (!lives && on_submesh > kLongestBeside * seconds) continue;
+      if (!lives && !MayBeBeside(entry, submeshes, kLongestBeside * seconds)) continue;
       const auto next = std::min_element(free_at.begin(), free_at.end());
       *next += on_submesh;
       ends_beside += *next;
@@ -103,10 +104,9 @@ bool GangChoice::GainBeside(std::span<const RunTicket> ranked, int submeshes, do
   double ends_in_turn = 0, ends_beside = 0;
   for (const RunTicket ticket : ranked) {
     const RunEntry& entry = entries_.at(ticket);
-    const double on_submesh = entry.job.SecondsOn(submeshes);
-    if (entry.state != RunState::kWaiting || on_submesh > longest_seconds) continue;
+    if (entry.state != RunState::kWaiting || !MayBeBeside(entry, submeshes, longest_seconds)) continue;
     const auto next = std::min_element(free_at.begin(), free_at.end());
-    *next += on_submesh;
+    *next += entry.job.SecondsOn(submeshes);
     ends_beside += *next;
     in_turn += entry.job.work_seconds;
     ends_in_turn += in_turn;
@@ -132,7 +132,7 @@ Gang GangChoice::BestPack(std::span<const RunTicket> ranked, int submeshes) cons
   for (size_t most = 2;; most = std::min(2 * most, sharers.size())) {
     const Passes passes = InPasses(sharers, most);
     const bool earlier = passes.prompts > 1 && passes.ends_seconds < best.ends_seconds;
-    if (earlier && KeepsDeadlines(std::span(sharers).first(passes.prompts), passes.seconds)) best = passes;
+    if (earlier && KeepDeadlines(std::span(sharers).first(passes.prompts), passes.seconds)) best = passes;
     if (most == sharers.size()) break;
   }
   if (best.prompts < 2) return {};
@@ -232,14 +232,20 @@ double GangChoice::EndsAround(const Passes& passes, int submeshes) const {
   return ends;
 }
 
-// With time to spare, or the pass takes no longer than the prompt by itself.
-bool GangChoice::KeepsDeadlines(std::span<const Sharer> sharers, double pass_seconds) const {
-  const absl::Time end = now_ + absl::Seconds(kRestToSpare * pass_seconds);
-  return std::all_of(sharers.begin(), sharers.end(), [&](const Sharer& sharer) {
-    const RunEntry& entry = sharer->second;
-    return end <= entry.job.deadline || pass_seconds <= entry.job.work_seconds ||
-           !entry.CanMeetDeadline(now_);
-  });
+bool GangChoice::MayBeBeside(const RunEntry& entry, int submeshes, double longest_seconds) const {
+  const double seconds = entry.job.SecondsOn(submeshes);
+  return seconds <= longest_seconds && KeepsDeadline(entry, seconds);
+}
+
+bool GangChoice::KeepDeadlines(std::span<const Sharer> sharers, double pass_seconds) const {
+  return std::all_of(sharers.begin(), sharers.end(),
+                     [&](const Sharer& sharer) { return KeepsDeadline(sharer->second, pass_seconds); });
+}
+
+// With time to spare, or it takes no longer than by itself on all devices.
+bool GangChoice::KeepsDeadline(const RunEntry& entry, double seconds) const {
+  const absl::Time end = now_ + absl::Seconds(kRestToSpare * seconds);
+  return end <= entry.job.deadline || seconds <= entry.job.work_seconds || !entry.CanMeetDeadline(now_);
 }
 
 }  // namespace meshfill

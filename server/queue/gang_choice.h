@@ -48,6 +48,8 @@ class GangChoice {
   bool IsAt(uint64_t place, const Gang& gang) const;
   // How many sub-meshes are best for the first of `ranked`, which waits, and those after it.
   int BestSubmeshes(std::span<const RunTicket> ranked) const;
+  // Whether this one, which waits, may run beside others on one of so many sub-meshes.
+  bool MayBeBeside(const RunEntry& entry, int submeshes, double longest_seconds) const;
   // Whether those of `ranked` that wait end sooner on sub-meshes beside those that live there, of which there
   // is one, than after these on all devices.
   bool GainBeside(std::span<const RunTicket> ranked, int submeshes, double longest_seconds) const;
@@ -73,7 +75,9 @@ class GangChoice {
   double EndsBeside(std::span<const Sharer> sharers, int submeshes) const;
   // The same, where `sharers` share passes on all devices, and those on sub-meshes go on after them.
   double EndsAround(const Passes& passes, int submeshes) const;
-  bool KeepsDeadlines(std::span<const Sharer> sharers, double pass_seconds) const;
+  bool KeepDeadlines(std::span<const Sharer> sharers, double pass_seconds) const;
+  // Whether a run of so many seconds from now on loses nobody's deadline that can be met on all devices.
+  bool KeepsDeadline(const RunEntry& entry, double seconds) const;
 
   const Entries& entries_;
   const std::vector<RunTicket>& computing_;

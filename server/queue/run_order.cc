@@ -298,6 +298,7 @@ RunRank RunOrder::RankOf(Ticket ticket, const Entry& entry, const FreePlaces& pl
   return {.ticket = ticket,
           .lives = lives,
           .may_compute = lives || may_begin,
+          .put_back = entry.put_back,
           .computes = entry.computes,
           .stays = options_.most_live == 1 && entry.state == State::kLive,
           .aged = entry.IsOlder(options_.max_age, now),

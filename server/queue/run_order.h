@@ -28,7 +28,8 @@
 // The first one that has not begun takes all devices or a sub-mesh: whichever makes the mean time until their
 // ends shorter, over all prefills that wait and would take such a sub-mesh. What has begun stays on what it
 // has. Where the first is on a sub-mesh, the next in the order that are on others of these compute, too;
-// so do those that wait, where they end sooner beside these than after them on all devices.
+// so do those that wait, where they end sooner beside these than after them on all devices. None runs on a
+// sub-mesh that would lose its deadline there, and not on all devices.
 //
 //     all devices   A A A A B B B B C C C C D D D D     mean end 10      where four times the devices are
 //     4 sub-meshes  A A A A A A A A A                    mean end  9      2.25 times as fast
@@ -103,8 +104,9 @@ class RunOrder {
   // Its run was begun anew: what it has computed is lost, but for what is predicted of the share that the
   // next SetDone tells.
   void BeginAnew(Ticket ticket);
-  // It could not begin beside those that live: it waits until one of them is gone, and what comes after it
-  // does not begin before it. Of a pack all are put back, and wait for nobody: each may have room by itself.
+  // It could not begin beside those that live: it waits until one of them is gone. Of what comes after it
+  // only what takes at most half of its work, and of the shortest rest of those that live, begins before it.
+  // Of a pack all are put back, and wait for nobody: each may have room by itself.
   void PutBack(Ticket ticket, absl::Time now);
   // Its pack could not begin: it waits again, and shares no pass any more.
   void PutApart(Ticket ticket, absl::Time now);

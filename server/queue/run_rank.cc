@@ -13,14 +13,19 @@ constexpr double kLeastSlackSeconds = 1e-6;  // times are rounded
 
 // Of `ranks`, which are in order but for their ages. Their end: none is aged.
 Ranks::iterator FindElder(Ranks& ranks) {
-  Ranks::iterator elder = ranks.end();
-  bool some_aged = false;
-  for (auto rank = ranks.begin(); rank != ranks.end(); ++rank) {
-    if (!rank->aged) continue;
-    some_aged = true;
-    if (rank->may_compute && (elder == ranks.end() || rank->IsOlder(*elder))) elder = rank;
-  }
-  if (!some_aged || elder != ranks.end()) return elder;
+  const auto oldest = [&ranks](auto&& is_one) {
+    auto found = ranks.end();
+    for (auto rank = ranks.begin(); rank != ranks.end(); ++rank) {
+      if (rank->aged && is_one(*rank) && (found == ranks.end() || rank->IsOlder(*found))) found = rank;
+    }
+    return found;
+  };
+  if (oldest([](const RunRank&) { return true; }) == ranks.end()) return ranks.end();
+  const auto put_back = oldest([](const RunRank& rank) { return rank.put_back; });
+  const auto elder = oldest([&](const RunRank& rank) {
+    return rank.may_compute && (rank.lives || put_back == ranks.end() || rank.IsOlder(*put_back));
+  });
+  if (elder != ranks.end()) return elder;
   return std::find_if(ranks.begin(), ranks.end(), [](const RunRank& rank) { return rank.lives; });
 }
 

@@ -14,6 +14,7 @@ struct RunRank {
   RunTicket ticket = 0;
   bool lives = false;
   bool may_compute = false;  // it lives, or has a place where it may begin
+  bool put_back = false;     // it waits for memory
   bool computes = false;
   bool stays = false;  // it lives, and no other can
   bool aged = false;   // it has waited for max_age
@@ -29,8 +30,9 @@ struct RunRank {
   bool IsOlder(const RunRank& other) const;
 };
 
-// The oldest prefill that has waited for max_age and may compute. Where none of these may, they wait for the
-// end of another: the first that lives stands in for them.
+// The oldest prefill that has waited for max_age and may compute; none that would begin before an older one
+// of them that waits for memory. Where there is none, they wait for the end of another: the first that lives
+// stands in for them.
 struct Elder {
   RunTicket ticket = 0;  // 0: nothing has waited for so long
   // For so long others may go before it: what it has computed as the elder, less what others have since then

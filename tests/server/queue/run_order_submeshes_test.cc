@@ -126,6 +126,25 @@ TEST(RunOrderSubmeshes, AMuchLongerOneIsNotPutBesideShortOnes) {
   EXPECT_NEAR(now, 102, 1e-6);
 }
 
+// It would miss it there, and meets it on all devices; whether it is the first, or another is.
+TEST(RunOrderSubmeshes, ASubmeshLosesNobodysDeadline) {
+  for (const Ticket hurried : {1, 2}) {
+    for (const double deadline : {21.0, 60.0}) {
+      Order order;
+      for (Ticket ticket = 1; ticket <= 8; ++ticket) {
+        RunOrder::Job job = {.work_seconds = 10, .submeshes = {{.submeshes = 4, .seconds = 22.5}}};
+        if (ticket == hurried) job.deadline = At(deadline);
+        order.Add(job, 0);
+      }
+      double now = 0;
+      order.Run(now, 200);
+      EXPECT_EQ(order.submeshes_.at(hurried), deadline == 21 ? 1 : 4);
+      EXPECT_LE(order.ends_.at(hurried), deadline);
+      EXPECT_EQ(order.submeshes_.at(3), 4) << "the others gain by it";
+    }
+  }
+}
+
 // One that comes when those on sub-meshes are about to end gains more by all devices.
 TEST(RunOrderSubmeshes, OneThatComesLateWaitsForAllDevices) {
   for (const bool late : {false, true}) {

@@ -95,5 +95,22 @@ TEST(RunRank, TheElderIsOneThatMayCompute) {
   }
 }
 
+// What would begin before it only seems to have the turn: what lives computes.
+TEST(RunRank, NobodyWhoIsYoungerThanOneThatWaitsForMemoryIsTheElder) {
+  RunRank put_back = AgedOf(2, 10), lives = RankOf(5, 2);
+  put_back.may_compute = false;
+  put_back.put_back = true;
+  lives.lives = true;
+  for (const RunTicket waits : {1, 3}) {
+    Elder elder;
+    RankByTurns({put_back, AgedOf(waits, 10), lives}, elder);
+    EXPECT_EQ(elder.ticket, waits == 1 ? 1u : 5u);
+  }
+  Elder elder;
+  lives.aged = true;
+  RankByTurns({put_back, AgedOf(3, 10), lives}, elder);
+  EXPECT_EQ(elder.ticket, 5u) << "it has begun";
+}
+
 }  // namespace
 }  // namespace meshfill
