@@ -24,15 +24,18 @@ constexpr uint32_t kTop = 4;
 class AcceptedEvent final : public PrefillEvents {
  public:
   void OnAccepted(const v1::Accepted& accepted) override {
+    came_ = true;
     at_ = MonotonicNow();
     accepted_ = accepted;
   }
   void OnProgress(const v1::Progress&) override {}
 
+  bool came() const { return came_; }
   absl::Time at() const { return at_; }
   const v1::Accepted& accepted() const { return accepted_; }
 
  private:
+  bool came_ = false;
   absl::Time at_;
   v1::Accepted accepted_;
 };
@@ -115,7 +118,8 @@ class LoadRun {
     outcome.status = result.status();
     const absl::Time now = MonotonicNow();
     if (const auto again = RetryAfter(outcome.status); again.has_value()) {
-      outcome.refusal_seconds.push_back(absl::ToDoubleSeconds(now - sent_at));
+      // What was accepted may still lose its place to another tenant: by then it has waited.
+      if (!accepted.came()) outcome.refusal_seconds.push_back(absl::ToDoubleSeconds(now - sent_at));
       return again;
     }
     outcome.accepted_at = absl::ToDoubleSeconds(accepted.at() - begin_);

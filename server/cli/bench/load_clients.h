@@ -23,7 +23,7 @@ struct LoadOutcome {
   double predicted_wait_seconds = 0, predicted_prefill_seconds = 0;
   double wait_seconds = 0, prefill_seconds = 0;
   std::vector<uint32_t> top;            // the answer's best tokens, best first
-  std::vector<double> refusal_seconds;  // each try that was told to come again: until it was told
+  std::vector<double> refusal_seconds;  // each try that was refused and is to come again: until it was told
 };
 
 struct LoadOptions {

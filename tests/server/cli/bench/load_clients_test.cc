@@ -59,6 +59,17 @@ TEST(SendLoad, SendsEachPromptWhenItIsDueAndAgainWhereItIsRefused) {
   EXPECT_FALSE(std::equal(before.begin(), before.end(), last.begin())) << "prompts differ";
 }
 
+// Its client waited in the queue: that is no refusal that took so long.
+TEST(SendLoad, WhatWasAcceptedAndLostItsPlaceIsSentAgainAndNotRefused) {
+  MadeUpServer server;
+  server.drops = [](int tries) { return tries == 1; };
+  const std::vector<LoadOutcome> outcomes = Send(server, {{.tokens = 2}}, {.vocab = 7});
+  ASSERT_EQ(outcomes.size(), 1u);
+  EXPECT_TRUE(outcomes[0].status.ok()) << outcomes[0].status;
+  EXPECT_TRUE(outcomes[0].refusal_seconds.empty());
+  EXPECT_EQ(server.prompts().size(), 2u);
+}
+
 TEST(SendLoad, KeepsWhatFails) {
   MadeUpServer server;
   server.fails = [](const std::string&, int) { return true; };

@@ -36,6 +36,8 @@ class MadeUpServer final : public v1::PrefillService::Service {
   const std::string& address() const { return address_; }
   uint64_t vocab = 7;
   int refuse_every = 0;  // refuses one try of so many; 0: none
+  // Whether a try loses its place once it is accepted: by its number, from 1.
+  std::function<bool(int tries)> drops = [](int) { return false; };
   // Whether a try fails for good: by its prompt's tenant, and by its number, from 1.
   std::function<bool(const std::string& tenant, int tries)> fails = [](const std::string&, int) {
     return false;
@@ -77,6 +79,7 @@ class MadeUpServer final : public v1::PrefillService::Service {
       prompt.second.insert(prompt.second.end(), request.tokens().ids().begin(), request.tokens().ids().end());
     }
     uint32_t top = 0;
+    bool is_dropped = false;
     {
       const MutexLock lock(mu_);
       prompts_.push_back(std::move(prompt));
@@ -86,8 +89,9 @@ class MadeUpServer final : public v1::PrefillService::Service {
       if (refuse_every > 0 && tries % refuse_every == 0) {
         --at_once_;
         ++refused_;
-        return ToGrpcStatus(WithRetryAfter(absl::ResourceExhaustedError("full"), absl::Microseconds(100)));
+        return full_;
       }
+      is_dropped = drops(tries);
       if (fails(prompts_.back().first, tries)) {
         --at_once_;
         return {grpc::StatusCode::INTERNAL, "broken"};
@@ -98,6 +102,11 @@ class MadeUpServer final : public v1::PrefillService::Service {
     event.mutable_accepted()->set_predicted_seconds(0.5);
     event.mutable_accepted()->set_predicted_queue_seconds(0.25);
     stream->Write(event);
+    if (is_dropped) {
+      const MutexLock lock(mu_);
+      --at_once_;
+      return full_;
+    }
     event.mutable_result()->mutable_seconds()->set_queue(0.125);
     event.mutable_result()->mutable_seconds()->set_prefill(2);
     event.mutable_result()->add_top()->set_token(top);
@@ -108,6 +117,9 @@ class MadeUpServer final : public v1::PrefillService::Service {
   }
 
  private:
+  const grpc::Status full_ =
+      ToGrpcStatus(WithRetryAfter(absl::ResourceExhaustedError("full"), absl::Microseconds(100)));
+
   std::unique_ptr<grpc::Server> server_;
   std::string address_;
   Mutex mu_;
