@@ -34,6 +34,7 @@ class KvService final : private KvStreams::Listener {
   KvService(KvLeases& leases, const Options& options, Metrics& metrics);
 
   const Options& options() const { return options_; }
+  int64_t cached_bytes() const { return leases_.counts().cached_bytes; }
 
   // A lease for a prompt that no run has begun and that `plan` is for; `seconds` as a request says them.
   // RESOURCE_EXHAUSTED: no room, or the tenant has as much as it may; with RetryInfo where leases will make

@@ -114,19 +114,18 @@ absl::Status PrefillStream::TakeHeader() {
   plan_ = SummaryOf(choice);
   predicted_seconds_ = choice.plan.predicted.seconds;
   planned_at_ = MonotonicNow();
-  // What is refused for its K and V takes nobody's place.
-  if (!HasRoomForKv(choice.plan)) RETURN_IF_ERROR(AdmitKv(choice.plan));
+  RETURN_IF_ERROR(AdmitKv(choice.plan));  // what is refused for its K and V takes nobody's place
 
   ASSIGN_OR_RETURN(auto slot, environment_.queue.Reserve({.id = header_.request_id(),
                                                           .tenant = header_.tenant(),
                                                           .tokens = token_count_,
                                                           .priority = header_.priority(),
                                                           .predicted_seconds = predicted_seconds_,
-                                                          .deadline = deadline_}));
+                                                          .deadline = deadline_,
+                                                          .may_save_seconds = MaySaveSeconds()}));
   slot_ = std::move(slot);
   slot_->SetPredictedSeconds(predicted_seconds_, environment_.engine.Submeshes(token_count_, options_),
                              environment_.engine.ShareOfPack(token_count_, options_));
-  RETURN_IF_ERROR(AdmitKv(choice.plan));
   try {
     tokens_.reserve(token_count_);
   } catch (const std::bad_alloc&) {
@@ -147,6 +146,7 @@ absl::StatusOr<PlanChoice> PrefillStream::MakePlan(int64_t tokens) {
 absl::Status PrefillStream::TakeOptions() {
   ASSIGN_OR_RETURN(options_, ToPrefillOptions(header_.plan()));
   options_.keep_timeline = true;  // for the status page
+  options_.ignore_cache = header_.kv().ignore_cache();
   if (header_.top_k() > static_cast<uint32_t>(environment_.max_top_k)) {
     return absl::InvalidArgumentError(absl::StrCat("top_k is ", header_.top_k(), "; this server answers ",
                                                    environment_.max_top_k,
@@ -158,6 +158,15 @@ absl::Status PrefillStream::TakeOptions() {
         "return_logits is set, but this server returns none (limits.return_logits); use top_k");
   }
   return absl::OkStatus();
+}
+
+// A token takes no less than one before it: a prefix saves its share at most. Its last token is computed.
+double PrefillStream::MaySaveSeconds() const {
+  if (environment_.kv == nullptr || options_.ignore_cache) return 0;
+  const KvShape shape = KvShapeOf(environment_.engine.model());
+  const int64_t cached_tokens = environment_.kv->cached_bytes() / (shape.layers * shape.LayerBytes(1));
+  return predicted_seconds_ * static_cast<double>(std::min(cached_tokens, token_count_ - 1)) /
+         static_cast<double>(token_count_);
 }
 
 absl::Status PrefillStream::PrepareKv() {
@@ -269,7 +278,6 @@ void PrefillStream::PlanComplete() {
                      .block_tokens = environment_.kv->options().block_tokens,
                      .hashes = hasher_->hashes(),
                      .long_rope = environment_.engine.model().HasLongRope(tokens)});
-    options_.ignore_cache = header_.kv().ignore_cache();
   }
   const bool is_new = complete_at_ - planned_at_ < kPlanAgain;
   if (is_new && environment_.engine.CachedTokens(tokens, options_) == 0) return;

@@ -90,8 +90,10 @@ class PrefillStream final : public PrefillReactor,
   absl::Status TakeHeader() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   absl::StatusOr<PlanChoice> MakePlan(int64_t tokens) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   absl::Status TakeOptions() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  // What the header's `kv` asks for: before the plan, and a lease once the request has its place. Room for K
-  // and V is paid for as a place in the queue is: a long prompt is refused with its header where there is
+  // Of the predicted seconds, at most, by what is cached of the prompt, whose tokens are not known yet.
+  double MaySaveSeconds() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // What the header's `kv` asks for: before the plan, and a lease before the request has its place. Room for
+  // K and V is paid for as a place in the queue is: a long prompt is refused with its header where there is
   // none, and takes it when half of its tokens have come.
   absl::Status PrepareKv() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   bool PaysForKv() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);

@@ -62,6 +62,7 @@ absl::Status PoolEngine::Run::Submit() {
   while (engine_.leader_.Undecided(ticket_, since, MonotonicNow())) {
     engine_.changed_.WaitFor(engine_.mu_, kTick);
   }
+  if (answer_.has_value() && absl::IsResourceExhausted(answer_->status())) return answer_->status();
   if (!engine_.leader_.CrowdedOut(ticket_)) return absl::OkStatus();
   return absl::ResourceExhaustedError(
       "the workers have no room for the prefill beside those that live; wait for the end of one");

@@ -45,6 +45,7 @@ class PrefillQueue::Dropped {
 namespace {
 
 constexpr absl::Duration kLook = absl::Milliseconds(50);  // between two looks at whose turn it is
+constexpr absl::Duration kRetry = absl::Seconds(1);       // for memory that others than prefills have
 
 // Requests that the last of `turns` waits for: not those that compute beside it or share its pass.
 int CountBefore(std::span<const RunOrder::Turn> turns) {
@@ -106,6 +107,7 @@ absl::StatusOr<std::unique_ptr<PrefillQueue::Slot>> PrefillQueue::Reserve(const 
   auto job = std::make_unique<Job>();
   job->ticket = ticket;
   job->request = request;
+  job->needs_cache = !room_.CheckWork(run).ok();
   job->reserved_at = clock_();
   order_.Announce(ticket, run, job->reserved_at);
   room_.Enter(ticket, run, request.tokens);
@@ -127,7 +129,8 @@ RunOrder::Job PrefillQueue::ToRunOrder(const Request& request) const {
           .weight = room_.limits().tenants.LimitsOf(request.tenant).weight,
           .deadline = request.deadline,
           .submeshes = request.submeshes,
-          .pack = request.pack};
+          .pack = request.pack,
+          .may_save_seconds = request.may_save_seconds};
 }
 
 absl::Status PrefillQueue::CheckUnused(const std::string& id) const {
@@ -146,6 +149,7 @@ absl::StatusOr<PrefillQueue::Turn> PrefillQueue::Submit(uint64_t ticket, std::ve
   const auto entry = jobs_.find(ticket);
   if (entry == jobs_.end()) return lost_.at(ticket);
   Job& job = *entry->second;
+  if (job.needs_cache) RETURN_IF_ERROR(room_.CheckWork(ToRunOrder(job.request)));
   job.submitted_at = clock_();
   job.tokens = std::move(tokens);
   job.options = options;
@@ -409,7 +413,10 @@ std::vector<std::unique_ptr<Prefill>> PrefillQueue::Begin(const std::vector<Job*
       PublishCount();
     }
   }
-  for (Job* const job : ended) EndJob(*job, prefills.status());
+  const bool waiting_helps = absl::IsResourceExhausted(prefills.status());  // until leases lapse
+  for (Job* const job : ended) {
+    EndJob(*job, waiting_helps ? WithRetryAfter(prefills.status(), kRetry) : prefills.status());
+  }
   return {};
 }
 

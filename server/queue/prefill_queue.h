@@ -54,6 +54,7 @@ class PrefillQueue {
     absl::Time deadline = absl::InfiniteFuture();
     std::vector<SubmeshSeconds> submeshes = {};  // sub-meshes that it may run on (PrefillEngine::Submeshes)
     PackShare pack = {};                         // what it brings to a pass (PrefillEngine::ShareOfPack)
+    double may_save_seconds = 0;  // of predicted_seconds, at most, by what is cached: until Submit
   };
 
   // Who waits for a prefill. Must return quickly.
@@ -63,7 +64,8 @@ class PrefillQueue {
     // The engine is given the prompt; where it has no room yet, it is so again later.
     virtual void OnPrefillBegin() {}
     virtual void OnLayerDone(int layers_done, int layers, double seconds_since_begin) = 0;
-    // Called once, last. `queue_seconds`: from Submit to the prefill's begin, and its pauses.
+    // Called once, last. RESOURCE_EXHAUSTED, with RetryInfo: it lost its place, or has no memory though no
+    // other prefill lives. `queue_seconds`: from Submit to the prefill's begin, and its pauses.
     virtual void OnPrefillDone(absl::StatusOr<PrefillResult> result, double queue_seconds) = 0;
   };
 
@@ -93,7 +95,8 @@ class PrefillQueue {
     // them, or its place went to others; with RetryInfo.
     absl::Status Pay(int64_t tokens_so_far);
 
-    // Queues the complete prompt, once. From now on the waiter hears of the request's end, unless it is
+    // Queues the complete prompt, once. RESOURCE_EXHAUSTED, too, where its deadline let it in for what may be
+    // cached alone, and too little is. From now on the waiter hears of the request's end, unless it is
     // withdrawn while it waits. UNAVAILABLE after StopAll; RESOURCE_EXHAUSTED as Pay. A waiter hears that,
     // too, where its place goes to another tenant before it begins.
     absl::StatusOr<Turn> Submit(std::vector<uint32_t> tokens, const PrefillOptions& options,
@@ -154,7 +157,8 @@ class PrefillQueue {
     PrefillOptions options;
     std::shared_ptr<Waiter> waiter;  // shared: a stream may end while its prefill is being stopped
 
-    bool begun = false;  // a thread of the queue has it, or will
+    bool needs_cache = false;  // its deadline is before its end, but for what may be cached
+    bool begun = false;        // a thread of the queue has it, or will
     // When it began, once it has.
     absl::Time begin = absl::InfiniteFuture();
     std::unique_ptr<PrefillObserver> observer;  // outlives `prefill`

@@ -25,6 +25,18 @@ absl::Status WithRetry(const absl::Status& refused, double seconds) {
   return WithRetryAfter(refused, std::max(QueueRoom::kLeastRetry, absl::Seconds(seconds)));
 }
 
+// A run of so many seconds, where so many are left until its deadline.
+absl::Status CheckRun(double seconds, double left_seconds) {
+  if (seconds <= left_seconds) return absl::OkStatus();
+  return Refuse(Refusal::kDeadline,
+                absl::StrFormat("the deadline is in %.3g s, but the prediction is %.3g s of prefill without "
+                                "any waiting; allow more time, or send a shorter prompt",
+                                left_seconds, seconds));
+}
+
+// Of its prefill at least.
+double LeastSeconds(const RunOrder::Job& job) { return job.work_seconds - job.may_save_seconds; }
+
 }  // namespace
 
 QueueRoom::QueueRoom(const Limits& limits, Clock clock)
@@ -249,7 +261,7 @@ absl::Status QueueRoom::CheckTenant(const Claims& claims, int64_t tokens) const 
 
 bool QueueRoom::IsSoonEnough(const RunOrder::Job& job, double wait_seconds, absl::Time now) const {
   return wait_seconds <= absl::ToDoubleSeconds(limits_.max_wait) &&
-         wait_seconds + job.work_seconds <= absl::ToDoubleSeconds(job.deadline - now);
+         wait_seconds + LeastSeconds(job) <= absl::ToDoubleSeconds(job.deadline - now);
 }
 
 absl::Status QueueRoom::CheckWait(const RunOrder::Job& job, const RunOrder& order) const {
@@ -267,22 +279,21 @@ absl::Status QueueRoom::CheckWait(const RunOrder::Job& job, const RunOrder& orde
   }
   if (left_seconds <= 0)
     return absl::DeadlineExceededError("the deadline passed before the request was read");
-  if (job.work_seconds > left_seconds) {
-    return Refuse(
-        Refusal::kDeadline,
-        absl::StrFormat("the deadline is in %.3g s, but the prediction is %.3g s of prefill without "
-                        "any waiting; allow more time, or send a shorter prompt",
-                        left_seconds, job.work_seconds));
-  }
-  if (wait_seconds + job.work_seconds > left_seconds) {
+  const double run_seconds = LeastSeconds(job);
+  RETURN_IF_ERROR(CheckRun(run_seconds, left_seconds));
+  if (wait_seconds + run_seconds > left_seconds) {
     return WithRetry(
         Refuse(Refusal::kDeadline,
                absl::StrFormat("the deadline is in %.3g s, but the prediction is %.3g s of waiting and "
                                "%.3g s of prefill; allow more time, or try again later",
-                               left_seconds, wait_seconds, job.work_seconds)),
+                               left_seconds, wait_seconds, run_seconds)),
         wait_seconds);
   }
   return absl::OkStatus();
+}
+
+absl::Status QueueRoom::CheckWork(const RunOrder::Job& job) const {
+  return CheckRun(job.work_seconds, absl::ToDoubleSeconds(job.deadline - clock_()));
 }
 
 void QueueRoom::Enter(Ticket ticket, const RunOrder::Job& job, int64_t tokens) {

@@ -12,10 +12,10 @@
 //     lives            none, and no place either
 //
 // A request may enter where all its tokens have room beside the claims, in the queue and in its tenant's
-// bounds, and where its predicted turn comes within max_wait and its deadline. Where there is no room,
-// uploads that are slower than kPlaceTokensPerSecond lose their places to it, the one furthest behind first.
-// Nobody loses a place unless that makes the room. Within a tenant's bounds, places of its own alone are
-// lost.
+// bounds, and where its predicted turn comes within max_wait and its deadline: as if all that may be cached
+// of it were. Whether that is so is known when it is complete. Where there is no room, uploads that are
+// slower than kPlaceTokensPerSecond lose their places to it, the one furthest behind first. Nobody loses a
+// place unless that makes the room. Within a tenant's bounds, places of its own alone are lost.
 //
 // Of what is full then, places or tokens, each tenant that has some or asks has a share by its weight, at
 // least one prompt. One that is within its share takes what others have beyond theirs, to enter and to upload
@@ -99,6 +99,10 @@ class QueueRoom {
                                          const RunOrder& order) const;
   // RESOURCE_EXHAUSTED: it may not. DEADLINE_EXCEEDED: its deadline has passed. `order` predicts.
   absl::Status MayEnter(const RunOrder::Job& job, int64_t tokens, const RunOrder& order);
+
+  // RESOURCE_EXHAUSTED: its deadline is before its end, though it waited for nobody and nothing of it is
+  // cached but what its work knows of.
+  absl::Status CheckWork(const RunOrder::Job& job) const;
 
   // ---- What happens to those that have entered.
   void Enter(Ticket ticket, const RunOrder::Job& job, int64_t tokens);

@@ -24,6 +24,7 @@ struct RunJob {
   absl::Time deadline = absl::InfiniteFuture();
   std::vector<SubmeshSeconds> submeshes = {};  // sub-meshes that it may run on; none: on all devices alone
   PackShare pack = {};                         // what it brings to a pass that it shares with others
+  double may_save_seconds = 0;  // of its work, at most, by what is cached; known once it is complete
 
   // Predicted, on one of so many sub-meshes. 1: on all devices. Infinite: it does not run there.
   double SecondsOn(int of_submeshes) const;

@@ -76,6 +76,12 @@ class FakeEngine final : public PrefillEngine {
   }
   // Prompts begin with so many tokens that are cached, and are predicted to take so long.
   void Cache(int64_t tokens, double predicted_seconds) {
+    constexpr int kBlockTokens = 16;
+    auto kept = std::make_shared<KvPrompt>(KvShapeOf(shape_), tokens);
+    kv_store_.AdmitToCache(kept, kept->bytes());
+    KeepAllValues(*kept, TokenLayout::Make(LayoutKind::kStriped, 1, tokens, kBlockTokens).value());
+    const auto names = static_cast<size_t>(tokens / kBlockTokens) * 32;
+    kv_store_.Enter({.block_tokens = kBlockTokens, .hashes = std::string(names, 'x')}, *kept);
     Set([&] {
       cached_tokens_ = tokens;
       cached_seconds_ = predicted_seconds;

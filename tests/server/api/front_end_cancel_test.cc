@@ -72,6 +72,32 @@ TEST_F(FrontEndTest, DeadlineStopsWhatRuns) {
   ExpectGoodRequestIsServed();
 }
 
+// What is cached of a prompt is known when it is complete. Its header is refused where not even that helps.
+TEST_F(FrontEndTest, ADeadlineThatACachedPrefixMeetsIsNotRefused) {
+  StartServer();
+  engine_->PredictSeconds(100);
+  const auto refused = [&](const v1::PrefillHeader& header, const std::vector<uint32_t>& ids) {
+    return Call(*stub_, absl::Seconds(20)).Send(header).Send(ids).HalfClose().Finish().status;
+  };
+  const auto by_header = [&](const v1::PrefillHeader& header) {
+    const absl::Status status = Call(*stub_, absl::Seconds(20)).Send(header).HalfClose().Finish().status;
+    return absl::IsResourceExhausted(status);  // if not, its tokens are missing
+  };
+  const std::vector<uint32_t> ids(65, 1);
+  EXPECT_TRUE(by_header(Header(65))) << "nothing is cached";
+  engine_->Cache(64, 5);
+  EXPECT_FALSE(by_header(Header(65)));
+  EXPECT_TRUE(refused(Header(65), ids).ok());
+  EXPECT_TRUE(by_header(Header(100))) << "36 tokens at least are computed";
+  v1::PrefillHeader header = Header(65);
+  header.mutable_kv()->set_ignore_cache(true);
+  EXPECT_TRUE(by_header(header));
+  engine_->Cache(64, 50);
+  const absl::Status late = refused(Header(65), ids);
+  EXPECT_TRUE(absl::IsResourceExhausted(late)) << late;
+  EXPECT_TRUE(absl::StrContains(late.message(), "50 s of prefill")) << late;
+}
+
 TEST_F(FrontEndTest, RefusesADeadlineThatThePredictionCannotMeet) {
   StartServer();
   engine_->PredictSeconds(100);

@@ -192,28 +192,47 @@ TEST_F(FrontEndTest, ALongPromptWithoutRoomForKvIsRefusedWithItsHeader) {
   EXPECT_TRUE(RetryAfter(refused).has_value()) << refused;
 }
 
+// Neither where leases have the room, nor where a prefill that runs has it.
 TEST_F(FrontEndTest, WhoHasNoRoomForKvTakesNobodysPlace) {
   StartServer({"queue.max_requests=2"});
-  v1::PrefillHeader keeps = Header(1000);
-  keeps.mutable_kv()->set_keep(true);
-  keeps.mutable_kv()->set_lease_seconds(600);
-  EXPECT_TRUE(Prefill(keeps, std::vector<uint32_t>(1000, 7)).status.ok());
-  engine_->Hold(0);
-  v1::PrefillHeader header = Header(1);
-  header.set_tenant("busy");
-  std::vector<std::unique_ptr<Call>> calls;
-  for (int i = 0; i < 3; ++i) {  // one runs, and two have all places
-    calls.push_back(std::make_unique<Call>(*stub_));
-    calls.back()->Send(header).Send({1}).HalfClose();
-    ASSERT_TRUE(calls.back()->ReadEvent().has_accepted());
-    ASSERT_TRUE(engine_->WaitForBegun(1));
-  }
   const KvShape shape = KvShapeOf(engine_->model());
-  keeps.set_token_count(FakeEngine::kKvBytes / shape.LayerBytes(1) / shape.layers);  // all the room
-  EXPECT_TRUE(absl::IsResourceExhausted(Call(*stub_).Send(keeps).HalfClose().Finish().status));
-  EXPECT_EQ(GetPool().requests_size(), 3);
-  engine_->Release();
-  for (const auto& call : calls) EXPECT_TRUE(call->Finish().status.ok());
+  const int64_t all_tokens = FakeEngine::kKvBytes / shape.LayerBytes(1) / shape.layers;
+  for (const bool runs : {false, true}) {
+    const int64_t taken = runs ? all_tokens - 500 : 1000, asks = runs ? 1000 : all_tokens;
+    v1::PrefillHeader keeps = Header(taken);
+    keeps.mutable_kv()->set_keep(true);
+    keeps.mutable_kv()->set_lease_seconds(600);
+    v1::PrefillHeader busy = Header(1);
+    busy.set_tenant("busy");
+    std::vector<std::unique_ptr<Call>> calls;
+    const auto accept = [&](const v1::PrefillHeader& header) {
+      calls.push_back(std::make_unique<Call>(*stub_));
+      calls.back()->Send(header).Send(std::vector<uint32_t>(header.token_count(), 7)).HalfClose();
+      return calls.back()->ReadEvent();
+    };
+    v1::ReleaseKvRequest lease;
+    if (!runs) {
+      lease.set_lease(accept(keeps).accepted().kv_lease());
+      EXPECT_TRUE(calls.back()->Finish().status.ok());
+      calls.clear();
+    }
+    engine_->Hold(0);
+    const v1::PrefillEvent first = accept(runs ? keeps : busy);
+    ASSERT_TRUE(first.has_accepted());
+    ASSERT_TRUE(engine_->WaitForBegun(runs ? 5 : 2));
+    if (runs) lease.set_lease(first.accepted().kv_lease());
+    for (int i = 0; i < 2; ++i) ASSERT_TRUE(accept(busy).has_accepted());  // they have all places
+    keeps.set_token_count(asks);
+    const absl::Status refused = Call(*stub_).Send(keeps).HalfClose().Finish().status;
+    EXPECT_TRUE(absl::IsResourceExhausted(refused)) << refused;
+    EXPECT_TRUE(absl::StrContains(refused.message(), "of K and V")) << refused;
+    EXPECT_EQ(GetPool().requests_size(), 3);
+    engine_->Release();
+    for (const auto& call : calls) EXPECT_TRUE(call->Finish().status.ok());
+    grpc::ClientContext context;
+    v1::ReleaseKvReply reply;
+    EXPECT_TRUE(stub_->ReleaseKv(&context, lease, &reply).ok());
+  }
 }
 
 TEST_F(FrontEndTest, BoundsTheConnections) {

@@ -8,6 +8,7 @@
 #include <thread>
 
 #include "engine/plan/plan_weights.h"
+#include "server/queue/refusal.h"
 #include "tests/engine/random_seed.h"
 #include "tests/server/pool/pool_cache_fixture.h"
 
@@ -99,6 +100,32 @@ class PoolPiecesTest : public PoolCacheTest {
   std::vector<std::string> weights_;     // settings of the workers for them
   std::vector<std::string> of_workers_;  // all settings
 };
+
+// The queue hears of it before the prompt has begun, and lets it wait for an end, or says when to come again.
+TEST_F(PoolPiecesTest, LeasesLeaveNoRoomForThePiecesKv) {
+  std::mt19937_64 random(TestSeed());
+  const auto prompt = RandomTokens(random, 2000);
+  StartSmallPool({1}, std::ssize(prompt), 0.6);
+  constexpr int64_t kLeased = 500;
+  const auto plan = engine_->MakePlan(kLeased, {});
+  ASSERT_TRUE(plan.ok()) << plan.status();
+  std::vector<std::unique_ptr<HeldKvLease>> leases;
+  while (true) {
+    const auto kept = std::make_shared<KvPrompt>(KvShapeOf(engine_->model()), kLeased);
+    auto lease = engine_->kv_leases().Admit(kept, plan->plan, "t", absl::Hours(1));
+    if (!lease.ok()) break;
+    leases.push_back(*std::move(lease));
+  }
+  ASSERT_FALSE(leases.empty());
+  const auto refused = engine_->Start({prompt, {}}, nullptr);
+  EXPECT_TRUE(absl::IsResourceExhausted(refused.status())) << refused.status();
+  const auto told = client_->Prefill(Header(/*keep=*/false), prompt);
+  EXPECT_TRUE(absl::IsResourceExhausted(told.status())) << told.status();
+  EXPECT_TRUE(RetryAfter(told.status()).has_value()) << told.status();
+  leases.clear();
+  const auto ran = RunPrefill(*engine_, {prompt, {}}, nullptr);
+  EXPECT_TRUE(ran.ok()) << ran.status();
+}
 
 TEST_F(PoolPiecesTest, LogitsAreThoseOfTheWholePromptAndKvThatOfAnEmbeddedPoolInPieces) {
   std::mt19937_64 random(TestSeed());

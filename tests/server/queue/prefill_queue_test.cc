@@ -587,6 +587,7 @@ TEST_F(PrefillQueuePreemptionTest, RefusalWithNothingElseAliveIsTheAnswer) {
   engine_.RefuseNext();
   const Sent alone = Send(1, 3, 1);
   EXPECT_EQ(alone.waiter->Result().status().code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_TRUE(RetryAfter(alone.waiter->Result().status()).has_value()) << "leases may have the memory";
 }
 
 // Prompts come, are withdrawn and stopped at random moments: each is answered once, as it should be.

@@ -342,6 +342,29 @@ TEST_F(PrefillQueueTimeTest, TheTimeThatItStoodStillIsWaiting) {
   EXPECT_DOUBLE_EQ(Metric("meshfill_paused_seconds_total"), 3.5);
 }
 
+// One that its deadline let in for what may be cached is refused when it is complete and too little is; a
+// slow upload that would have been in time is not.
+TEST_F(PrefillQueueTimeTest, WhatIsCachedIsKnownWhenThePromptIsComplete) {
+  MakeQueue();
+  const absl::Time deadline = now() + absl::Seconds(10);
+  for (const double work_seconds : {9.0, 20.0}) {
+    for (const double found_seconds : {8.0, 12.0}) {
+      auto slot = Reserve({.id = "id",
+                           .tokens = 3,
+                           .predicted_seconds = work_seconds,
+                           .deadline = deadline,
+                           .may_save_seconds = 15});
+      slot->SetPredictedSeconds(found_seconds, {});
+      const auto waiter = std::make_shared<RecordingWaiter>();
+      const absl::Status told = slot->Submit({1, 2, 3}, {}, waiter).status();
+      const bool too_late = work_seconds > 10 && found_seconds > 10;
+      EXPECT_EQ(RefusalOf(told), too_late ? Refusal::kDeadline : RefusalOf(absl::OkStatus())) << told;
+      EXPECT_EQ(RetryAfter(told), std::nullopt) << told;
+      EXPECT_TRUE(too_late || waiter->Result().ok());
+    }
+  }
+}
+
 TEST_F(PrefillQueueTimeTest, ADeadlineMayPassInTheQueue) {
   MakeQueue();
   const auto running = Run(1);

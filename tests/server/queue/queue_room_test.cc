@@ -346,6 +346,26 @@ TEST_F(QueueRoomTest, NobodyLosesAPlaceToOneThatWouldBeTooLate) {
   EXPECT_EQ(room_->PlacesToTakeFor(job, 1, order_), its_place);
 }
 
+// How much is cached is known when the prompt is complete.
+TEST_F(QueueRoomTest, ADeadlineCountsWithAllThatMayBeCached) {
+  MakeRoom({});
+  RunOrder::Job job = {.tenant = "a", .work_seconds = 10, .may_save_seconds = 6};
+  job.deadline = now_ + absl::Seconds(5);
+  EXPECT_TRUE(room_->MayEnter(job, 1, order_).ok());
+  EXPECT_EQ(RefusalOf(room_->CheckWork(job)), Refusal::kDeadline);
+  job.deadline = now_ + absl::Seconds(3.5);
+  const absl::Status refused = room_->MayEnter(job, 1, order_);
+  EXPECT_EQ(RefusalOf(refused), Refusal::kDeadline) << refused;
+  EXPECT_EQ(RetryAfter(refused), std::nullopt) << refused;
+  Complete(Enter({.tenant = "a", .work_seconds = 2}, 1));
+  job.deadline = now_ + absl::Seconds(5);
+  EXPECT_TRUE(RetryAfter(room_->MayEnter(job, 1, order_)).has_value()) << "2 s of waiting, 4 s of prefill";
+  job.deadline = now_ + absl::Seconds(6);
+  EXPECT_TRUE(room_->MayEnter(job, 1, order_).ok());
+  job.deadline = now_ + absl::Seconds(10);
+  EXPECT_TRUE(room_->CheckWork(job).ok());
+}
+
 // Neither does it wait for those whose places it takes.
 TEST_F(QueueRoomTest, WhoLosesItsPlaceHasNoTurnEither) {
   MakeRoom({.max_requests = 1, .max_wait = absl::Seconds(5)});
