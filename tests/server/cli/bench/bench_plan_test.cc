@@ -38,13 +38,13 @@ TEST_F(Benches, PlanJudgesPredictionsAndChoices) {
     EXPECT_LE(shape["ranks"], 8);
     ExpectRatio(shape["ratio"], shape["predicted_seconds"], shape["measured_seconds"]);
     ratios.push_back(shape["ratio"]);
-    good += std::abs(ratios.back() - 1) <= 0.2 ? 1 : 0;
+    good += std::abs(ratios.back() - 1) <= 0.15 ? 1 : 0;
   }
   std::sort(ratios.begin(), ratios.end());
   EXPECT_EQ(said["ratio"]["min"], ratios.front());
   EXPECT_EQ(said["ratio"]["median"], ratios[2]);
   EXPECT_EQ(said["ratio"]["max"], ratios.back());
-  EXPECT_EQ(said["within_20_percent"], good);
+  EXPECT_EQ(said["within_15_percent"], good);
   int good_choices = 0;
   for (const json& choice : said["choices"]) {
     EXPECT_LT(choice["shape"], 4);
@@ -52,9 +52,9 @@ TEST_F(Benches, PlanJudgesPredictionsAndChoices) {
     EXPECT_GE(choice["excess"], 0);
     EXPECT_LE(choice["excess"], choice["spread"]);
     EXPECT_EQ(choice["excess"] == 0, choice["chosen"] == choice["best"]);
-    good_choices += choice["excess"] <= 0.05 ? 1 : 0;
+    good_choices += choice["excess"] <= 0.03 ? 1 : 0;
   }
-  EXPECT_EQ(said["choices_within_5_percent"], good_choices);
+  EXPECT_EQ(said["choices_within_3_percent"], good_choices);
 }
 
 TEST_F(Benches, PlanPrintsALineForEachShape) {
@@ -66,11 +66,11 @@ TEST_F(Benches, PlanPrintsALineForEachShape) {
       MatchesRegex("(model +[0-9]+ tokens  [1-8] ranks  [a-z]+ +[0-9]+  [0-9]+·[0-9]+x[0-9]+ "
                    "+(chosen|random)  predicted +.* "
                    "m?s  measured +.* m?s +[0-9.]+\n)+"
-                   "\npredicted over measured: [0-9.]+ to [0-9.]+, median [0-9.]+; within 20 %: [0-2] of 2\n"
+                   "\npredicted over measured: [0-9.]+ to [0-9.]+, median [0-9.]+; within 15 %: [0-2] of 2\n"
                    "(model +[0-9]+ tokens  [1-8] ranks  [a-z]+ +of +[0-9]+ plans chose .* best .* \\+[0-9.]+ "
                    "% \\(worst "
                    "\\+[0-9]+ %\\)\n)?"
-                   "the chosen plan within 5 % of the best measured: [01] of [01]\n"));
+                   "the chosen plan within 3 % of the best measured: [01] of [01]\n"));
 }
 
 // A rank alone has one plan, and nothing to choose.
