@@ -177,7 +177,7 @@ RankProgram StarTrailProgram(const AttentionJob& job, const StarTrail& star, Pas
   const bool returns = !forward && hops > 1;
   for (int hop = 0; hop < hops; ++hop) {
     if (hop + 1 < hops) builder.Start(ring, team * chunk.kv);
-    builder.Compute(flops, team * team);
+    builder.Compute(flops, 1);
     if (returns && hop > 0) builder.Wait(gradients);
     if (returns) builder.Start(gradients, team * chunk.dkv);  // on with its chunk, at last home
     if (hop + 1 < hops) builder.Wait(ring);
@@ -224,11 +224,12 @@ RankProgram Attention2dProgram(const AttentionJob& job, const Attention2d& atten
     if (hop < a) builder.Wait(q);
     if (with_kv) builder.Wait(kv);
   }
-  for (int hop = 1; hop <= b; ++hop) {
-    const bool passes_on = attention.overlaps && hop < b;
-    if (passes_on) builder.Start(kv, chunk.kv);
-    builder.Compute(a * groups.BlockFlops(Pass::kForward), a);
-    if (passes_on) builder.Wait(kv);
+  const double flops = a * b * groups.BlockFlops(Pass::kForward);
+  const int launches = attention.overlaps ? b : 1;
+  for (int left = launches; left > 0; --left) {
+    if (left > 1) builder.Start(kv, chunk.kv);
+    builder.Compute(flops / launches, 1);
+    if (left > 1) builder.Wait(kv);
   }
   Collective(builder, o, chunk.o, a);
   groups.Exchange(builder, {chunk.o_finished});

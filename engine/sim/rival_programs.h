@@ -1,4 +1,6 @@
 // Strategies that Meshfill does not run, as programs of the simulator, to compare with.
+//
+// Chunks that were gathered lie together: one launch attends with all of them.
 #ifndef MESHFILL_ENGINE_SIM_RIVAL_PROGRAMS_H_
 #define MESHFILL_ENGINE_SIM_RIVAL_PROGRAMS_H_
 

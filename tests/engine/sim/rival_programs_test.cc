@@ -188,11 +188,14 @@ TEST(RivalPrograms, TakeWhatTheirStepsTake) {
     const HeadGroups groups(job, heads, n);
     const ChunkBytes& chunk = groups.chunk();
     const double block = 0.01 * Draw(random, 1, 400) * static_cast<double>(chunk.kv);
+    const double start = 0.01 * Draw(random, 0, 100) * static_cast<double>(chunk.kv);  // of a launch
+    const double launch = start + block;
     const auto seconds = [&](const RankProgram& program, const HeadGroups& of, Pass pass) {
       const Cluster cluster{.gpus_per_node = 1,
                             .same_node = {.bytes_per_second = 1},
                             .between_nodes = {.bytes_per_second = 1},
-                            .attention_flops_per_second = of.BlockFlops(pass) / block};
+                            .attention_flops_per_second = of.BlockFlops(pass) / block,
+                            .block_overhead_seconds = start};
       return LockstepSeconds(program, RowFirst(program.ranks), cluster);
     };
     const auto forward = [&](const RankProgram& program) { return seconds(program, groups, Pass::kForward); };
@@ -204,37 +207,39 @@ TEST(RivalPrograms, TakeWhatTheirStepsTake) {
     const double q = chunk.q, kv = chunk.kv, o = chunk.o;
     const double around = exchange({chunk.q, chunk.kv, chunk.o_finished});
 
-    const double window = (b - 1) * std::max(block, kv) + block;
+    const double window = (b - 1) * std::max(launch, kv) + launch;
     EXPECT_NEAR(forward(DoubleRingProgram(job, {.heads = heads, .windows = a, .window = b}, Pass::kForward)),
                 around + (a - 1) * std::max(window, kv) + window, 1e-6);
     for (const int rings : {1, b}) {
       const double part = (chunk.kv + rings - 1) / rings;
       EXPECT_NEAR(
           forward(ParallelRingsProgram(job, {.heads = heads, .places = n, .span = b, .rings = rings})),
-          around + (n - 1) * std::max(block, part) + block, 1e-6);
+          around + (n - 1) * std::max(launch, part) + launch, 1e-6);
     }
     double gathered = 0;
     for (int hop = 1; hop < std::max(a, b); ++hop) {
       gathered += std::max(hop < a ? q : 0, hop < b ? kv : 0);
     }
     EXPECT_NEAR(forward(Attention2dProgram(job, {.heads = heads, .tile = {a, b}})),
-                around + gathered + n * block + (a - 1) * o, 1e-6);
-    EXPECT_NEAR(forward(Attention2dProgram(job, {.heads = heads, .tile = {a, b}, .overlaps = true})),
-                around + (a - 1) * q + (b - 1) * std::max(a * block, kv) + a * block + (a - 1) * o, 1e-6);
+                around + gathered + start + n * block + (a - 1) * o, 1e-6);
+    EXPECT_NEAR(
+        forward(Attention2dProgram(job, {.heads = heads, .tile = {a, b}, .overlaps = true})),
+        around + (a - 1) * q + (b - 1) * std::max(start + a * block, kv) + start + a * block + (a - 1) * o,
+        1e-6);
 
     const double share_q = groups.share().q, share_o = groups.share().o_finished;
     const ParallelRings ring{.heads = heads, .places = n, .span = b};
     EXPECT_NEAR(forward(TensorContextProgram(job, {.tensor = heads, .context = ring})),
-                (heads - 1) * (share_q + share_o) + (n - 1) * kv + n * block, 1e-6);
+                (heads - 1) * (share_q + share_o) + (n - 1) * kv + start + n * block, 1e-6);
     EXPECT_NEAR(forward(TensorContextProgram(job, {.tensor = heads, .context = ring, .gathers = false})),
-                (heads - 1) * (share_q + share_o) + (n - 1) * std::max(block, kv) + block, 1e-6);
+                (heads - 1) * (share_q + share_o) + (n - 1) * std::max(launch, kv) + launch, 1e-6);
 
     const HeadGroups alone(job, 1, n);
     const double both = alone.chunk().kv;
     const int rounds = n / 2;  // two chunks each, the last one where n is even
-    const double two_ways = n == 1 ? block
-                                   : std::max(block, both) + (rounds - 1) * std::max(2 * block, both) +
-                                         (n % 2 == 0 ? 1 : 2) * block;
+    const double two_ways = n == 1 ? launch
+                                   : std::max(launch, both) + (rounds - 1) * std::max(2 * launch, both) +
+                                         (n % 2 == 0 ? 1 : 2) * launch;
     EXPECT_NEAR(seconds(TwoWayRingProgram(job, n), alone, Pass::kForward), two_ways, 1e-6);
 
     // Teams of a, in a star of a² · (b / a) · a ranks.
@@ -242,18 +247,19 @@ TEST(RivalPrograms, TakeWhatTheirStepsTake) {
     const HeadGroups teams(job, heads, star.ranks);
     const ChunkBytes& part = teams.chunk();
     const int placed = a == 1 ? 0 : a;  // what a team of one has is where its ring starts
+    const double of_team = start + a * a * block;
     const double part_q = part.q, part_kv = part.kv, part_dkv = part.dkv;
     EXPECT_NEAR(seconds(StarTrailProgram(job, star, Pass::kForward), teams, Pass::kForward),
                 exchange({part.q, part.kv, part.o_finished}) + (a - 1) * (part_q + part_kv) +
-                    placed * part_kv + (b - 1) * std::max(a * a * block, a * part_kv) + a * a * block +
+                    placed * part_kv + (b - 1) * std::max(of_team, a * part_kv) + of_team +
                     (a - 1) * static_cast<double>(part.o),
                 1e-6);
     // Each dKV goes one block behind its KV, and waits for the one before it.
-    double start = 0, left = 0;
+    double now = 0, left = 0;
     for (int hop = 0; hop < b; ++hop) {
-      const double arrives = start + (hop + 1 < b ? a * part_kv : 0);
-      left = hop == 0 ? a * a * block : std::max(start + a * a * block, left + a * part_dkv);
-      start = std::max(left, arrives);
+      const double arrives = now + (hop + 1 < b ? a * part_kv : 0);
+      left = hop == 0 ? of_team : std::max(now + of_team, left + a * part_dkv);
+      now = std::max(left, arrives);
     }
     const double rings = left + (b == 1 ? 0 : a * part_dkv);
     EXPECT_NEAR(seconds(StarTrailProgram(job, star, Pass::kBackward), teams, Pass::kBackward),
