@@ -3,18 +3,19 @@
 // leaves open:
 //
 //     layout       striped, zigzag, contiguous: the ranks' chunks are as even as it deals them
-//     stripes      for a model with windows longer ones, too, of which there are 32 rounds at least
+//     stripes      for a model with windows longer ones, too, of which there are 8 rounds at least
 //     wire dtype   of partial outputs: bf16 halves their bytes, and costs their accuracy (docs/tuning.md)
 //     placement    every box of ranks that fills a node: the ring that moves more stays inside it
 //     schedule     Algorithm 2's, that of least time (optimal_schedule.h), or one with messages along all
 //                  rings at once (multi_ring_schedule.h)
-//     KV rings     one, or with such a schedule a double ring whose inner rings are inside nodes (mesh.h)
+//     KV rings     one, or with such a schedule a double ring whose inner rings are inside nodes, or are even
+//                  parts of them (mesh.h)
 //     exchange     of head groups, at once or in slices beside the work on tokens
 //
 // The fastest of them stands for the shape: the first to come in these lists, and row-first ranks, unless
-// another gains 1 %. For a model whose layers all have a short window, contiguous chunks come first, which
-// send least, unless K and V are kept. Of two schedules that tie, the one that needs less memory. Slices,
-// which need more, have to gain 1 % as well.
+// another gains 0.2 %, or with another layout or wire dtype 1 %. For a model whose layers all have a short
+// window, contiguous chunks come first, which send least, unless K and V are kept. Of two schedules that tie,
+// the one that needs less memory. Slices, which need more, have to gain 1 % as well.
 #ifndef MESHFILL_ENGINE_PLAN_PLANNER_H_
 #define MESHFILL_ENGINE_PLAN_PLANNER_H_
 

@@ -11,11 +11,13 @@
 namespace meshfill {
 namespace {
 
-// Least gain for which another layout, wire dtype or placement is taken: a smaller one is within the error
-// of any prediction.
-constexpr double kLeastGain = 0.01;
+// Least gain for which another placement, schedule or KV ring is taken.
+constexpr double kLeastGain = 0.002;
+// Least gain for which another layout or wire dtype is taken, or slices: they cost evenness, accuracy or
+// memory, which no prediction of seconds counts.
+constexpr double kLeastGainOfFormat = 0.01;
 constexpr int kLongestWindow = 4;          // of a prompt's so many parts, for contiguous chunks to win ties
-constexpr int64_t kLeastRounds = 32;       // of stripes that are longer than asked for
+constexpr int64_t kLeastRounds = 8;        // of stripes that are longer than asked for
 constexpr int64_t kMostRoundOfWindow = 8;  // times the longest window
 
 // Stripes that are longer than the request's, in whose rounds a window ends: what nobody sees of them does
@@ -108,7 +110,7 @@ bool ShapePlanner::WinsTie(const SketchedPlan& plan, const SketchedPlan& faster)
     return std::ranges::find(layouts_, of.layout.kind(), &TokenLayout::kind) - layouts_.begin();
   };
   return place(plan) < place(faster) &&
-         !(faster.predicted.seconds < plan.predicted.seconds * (1 - kLeastGain));
+         !(faster.predicted.seconds < plan.predicted.seconds * (1 - kLeastGainOfFormat));
 }
 
 void ShapePlanner::TryPlacement(int heads, Tile tile, const PlacedLinks& placed,
@@ -142,17 +144,19 @@ void ShapePlanner::TryDoubleRings(PlanShape ideal, std::optional<SketchedPlan>& 
   ideal.links.kv_outer.link = {.latency_seconds = topology.between_nodes.latency_seconds,
                                .bytes_per_second = std::min(topology.between_nodes.bytes_per_second,
                                                             topology.node_bytes_per_second / seats_per_node)};
-  std::vector<Placement> placements = PlacementsOf(MeshGrid(heads, tile), seats_per_node);
-  for (Placement& placement : placements) {
+  const std::vector<Placement> placements = PlacementsOf(MeshGrid(heads, tile), seats_per_node);
+  for (const Placement& placement : placements) {
     const bool row_first = &placement == &placements.front();
-    ideal.kv_inner = KvRanksInANode(topology, heads, tile, placement);
-    if (ideal.kv_inner == 1 || !CanSplitKvRing(tile, ideal.kv_inner)) continue;
-    if (!MayGain(ideal, true, *best)) continue;
-    PlacedLinks placed;
-    placed.kv_inner = ideal.kv_inner;
-    placed.links = LinksOf(topology, heads, tile, placement, ideal.kv_inner);
-    if (!row_first) placed.placement = std::move(placement);
-    TryPlacement(heads, tile, placed, best);
+    const int in_node = KvRanksInANode(topology, heads, tile, placement);
+    for (ideal.kv_inner = in_node; ideal.kv_inner > 1; --ideal.kv_inner) {
+      if (in_node % ideal.kv_inner != 0 || !CanSplitKvRing(tile, ideal.kv_inner)) continue;
+      if (!MayGain(ideal, true, *best)) continue;
+      PlacedLinks placed;
+      placed.kv_inner = ideal.kv_inner;
+      placed.links = LinksOf(topology, heads, tile, placement, ideal.kv_inner);
+      if (!row_first) placed.placement = placement;
+      TryPlacement(heads, tile, placed, best);
+    }
   }
 }
 
@@ -162,17 +166,21 @@ int64_t ShapePlanner::ExchangeTokensOf(const PlanShape& shape) const {
 }
 
 bool ShapePlanner::MayGain(const PlanShape& shape, bool many_rings, const SketchedPlan& best) const {
-  return Over(best.predicted) ||
-         LeastSeconds(model_, speed_, shape, many_rings) < best.predicted.seconds * (1 - kLeastGain);
+  return Over(best.predicted) || LeastSeconds(model_, speed_, shape, many_rings) <
+                                     best.predicted.seconds * (1 - LeastGainOf(shape, best));
 }
 
-double ShapePlanner::LeastGainOf(const TokenLayout& layout, const TokenLayout& best) const {
+double ShapePlanner::LeastGainOf(const PlanShape& shape, const PlanShape& best) const {
   const auto uneven = [](const TokenLayout& stripes) {
     return static_cast<double>(stripes.ranks() * stripes.stripe()) / static_cast<double>(stripes.tokens());
   };
-  const bool longer = layout.kind() == LayoutKind::kStriped && best.kind() == LayoutKind::kStriped &&
-                      layout.stripe() > best.stripe();
-  return kLeastGain + (longer ? uneven(layout) - uneven(best) : 0);
+  if (shape.layout == best.layout) {
+    return shape.partial_dtype == best.partial_dtype ? kLeastGain : kLeastGainOfFormat;
+  }
+  const bool longer = shape.layout.kind() == LayoutKind::kStriped &&
+                      best.layout.kind() == LayoutKind::kStriped &&
+                      shape.layout.stripe() > best.layout.stripe();
+  return kLeastGainOfFormat + (longer ? uneven(shape.layout) - uneven(best.layout) : 0);
 }
 
 bool ShapePlanner::ManyRings(const PlanShape& shape) const {
@@ -207,13 +215,11 @@ void ShapePlanner::TrySchedules(const PlanShape& shape, const Placement& placeme
     at_once.exchange_tokens = 0;
     Prediction predicted = PredictTime(model_, speed_, at_once, *best_here->schedule);
     PredictMemory(model_, speed_, at_once, *best_here->schedule, predicted);
-    if (!IsBetter(best_here->predicted, predicted, kLeastGain)) {
+    if (!IsBetter(best_here->predicted, predicted, kLeastGainOfFormat)) {
       best_here = {at_once, {}, std::move(best_here->schedule), predicted};
     }
   }
-  if (best.has_value() &&
-      !IsBetter(best_here->predicted, best->predicted, LeastGainOf(shape.layout, best->layout)))
-    return;
+  if (best.has_value() && !IsBetter(best_here->predicted, best->predicted, LeastGainOf(shape, *best))) return;
   best = std::move(best_here);
   best->placement = placement;
 }

@@ -43,7 +43,8 @@ class ShapePlanner {
   // Plans the shape in every layout and wire dtype. Puts what is better into `best`.
   void TryPlacement(int heads, Tile tile, const PlacedLinks& placed, std::optional<SketchedPlan>& best);
   // Plans the shape with a double ring of KV in each placement in which several ranks of a KV group are in a
-  // node: they form an inner ring. `ideal` has the shape, and the links inside nodes for all messages.
+  // node: they, or even parts of them, form inner rings. `ideal` has the shape, and the links inside nodes
+  // for all messages.
   void TryDoubleRings(PlanShape ideal, std::optional<SketchedPlan>& best);
   // `many_alone`: of the schedules, that with several messages at once alone.
   void TrySchedules(const PlanShape& shape, const Placement& placement, bool many_alone,
@@ -60,9 +61,9 @@ class ShapePlanner {
   // Orders schedules of the same shape, the best first.
   std::tuple<bool, double, int64_t> OrderOf(const Prediction& predicted) const;
   bool IsBetter(const Prediction& predicted, const Prediction& best, double least_gain) const;
-  // For which a plan with this layout is taken instead of `best`: what longer stripes make less even comes on
+  // For which a plan of this shape is taken instead of `best`: what longer stripes make less even comes on
   // top.
-  double LeastGainOf(const TokenLayout& layout, const TokenLayout& best) const;
+  double LeastGainOf(const PlanShape& shape, const PlanShape& best) const;
 
   const ModelShape& model_;
   const PoolSpeed& speed_;

@@ -7,6 +7,7 @@
 #include <set>
 #include <vector>
 
+#include "engine/plan/comm_bytes.h"
 #include "gtest/gtest.h"
 #include "tests/engine/layer_kinds.h"
 #include "tests/engine/plan/planner_inputs.h"
@@ -200,6 +201,37 @@ TEST(MakePlan, SendsAModelOfWindowsItsHalosAlone) {
   }
 }
 
+// With full layers between them, window layers send what the layout of all layers makes them. In halos, the
+// window's keys once for each rank: one where all layers are contiguous; in R rounds of stripes each rank has
+// R of them, as far as they are not all keys. Prints the table of docs/tuning.md.
+TEST(MakePlan, SendsWindowLayersBetweenFullOnesWhatTheirLayoutMakesThem) {
+  const int64_t window = 4096;
+  const ModelShape model = ModelOfWindows(window, 30, 25);
+  struct Expected {
+    int ranks;
+    double most_halos;
+    double most_of_full;  // of what a full layer sends
+  };
+  for (const Expected& expected :
+       {Expected{8, 28, 1}, Expected{16, 8, 0.27}, Expected{32, 1.1, 0.04}, Expected{64, 2.4, 0.41}}) {
+    SCOPED_TRACE(testing::Message() << expected.ranks << " ranks");
+    const auto choice = MakePlan(model, kH100, OnNodesOfOnePort(expected.ranks, 131072));
+    ASSERT_TRUE(choice.ok()) << choice.status();
+    const Plan& plan = choice->plan;
+    int64_t sent = 0, full = 0;
+    for (int rank = 0; rank < expected.ranks; ++rank) {
+      sent = std::max(sent, LayerCommBytes(model, plan, window, rank).total());
+      full = std::max(full, LayerCommBytes(model, plan, 0, rank).total());
+    }
+    const double halos = static_cast<double>(sent) / static_cast<double>(model.kv_bytes(window));
+    std::printf("%d ranks: %s: a window layer sends %.2f halos, a full one %.2f\n", expected.ranks,
+                plan.DebugString().c_str(), halos,
+                static_cast<double>(full) / static_cast<double>(model.kv_bytes(window)));
+    EXPECT_LE(halos, expected.most_halos);
+    EXPECT_LE(static_cast<double>(sent), expected.most_of_full * static_cast<double>(full));
+  }
+}
+
 // With full layers between those with a window, longer stripes serve both where a prompt has rounds enough,
 // and contiguous chunks where it has not. Nothing changes where the request says the layout. Prints the table
 // of docs/tuning.md.
@@ -212,8 +244,9 @@ TEST(MakePlan, LongStripesServeWindowsAndFullLayers) {
   };
   for (const Expected& expected :
        {Expected{4096, 1 << 20, 16, 2048, 1.15}, Expected{4096, 1 << 20, 32, 1024, 1.4},
-        Expected{4096, 1 << 20, 64, 512, 1.6}, Expected{4096, 1 << 19, 64, 256, 1.2},
-        Expected{1024, 131072, 8, 256, 1.02}, Expected{4096, 131072, 32, 0, 1.5}}) {
+        Expected{4096, 1 << 20, 64, 512, 1.6}, Expected{4096, 1 << 19, 64, 512, 1.9},
+        Expected{4096, 131072, 16, 1024, 1.1}, Expected{1024, 131072, 8, 256, 1.02},
+        Expected{4096, 131072, 32, 0, 1.5}}) {
     SCOPED_TRACE(testing::Message() << "a window of " << expected.window << ", " << expected.tokens
                                     << " tokens, " << expected.ranks << " ranks");
     const ModelShape model = ModelOfWindows(expected.window, 30, 25);
