@@ -14,9 +14,9 @@ namespace meshfill {
 namespace {
 
 // Smaller is better; no two shapes are equal.
-auto OrderOf(const SketchedPlan& plan) {
-  return std::make_tuple(plan.predicted.seconds, plan.predicted.comm_bytes.total(), plan.predicted.run_bytes,
-                         plan.heads, plan.tile.a);
+auto OrderOf(const ShapePlanner& planner, const SketchedPlan& plan) {
+  return std::make_tuple(planner.UnevenSeconds(plan), plan.predicted.comm_bytes.total(),
+                         plan.predicted.run_bytes, plan.heads, plan.tile.a);
 }
 
 // The shapes that the caller leaves open.
@@ -70,8 +70,9 @@ absl::StatusOr<PlanChoice> MakePlan(const ModelShape& model, const PoolSpeed& sp
     if (std::all_of(plans.begin(), plans.end(), over)) return NothingFits(plans, request);
     std::erase_if(plans, over);
   }
-  std::sort(plans.begin(), plans.end(),
-            [](const SketchedPlan& x, const SketchedPlan& y) { return OrderOf(x) < OrderOf(y); });
+  std::sort(plans.begin(), plans.end(), [&](const SketchedPlan& x, const SketchedPlan& y) {
+    return OrderOf(planner, x) < OrderOf(planner, y);
+  });
   auto taken = plans.begin();
   for (auto plan = plans.begin(); plan != plans.end(); ++plan) {
     if (planner.WinsTie(*plan, *taken)) taken = plan;

@@ -110,7 +110,7 @@ bool ShapePlanner::WinsTie(const SketchedPlan& plan, const SketchedPlan& faster)
     return std::ranges::find(layouts_, of.layout.kind(), &TokenLayout::kind) - layouts_.begin();
   };
   return place(plan) < place(faster) &&
-         !(faster.predicted.seconds < plan.predicted.seconds * (1 - kLeastGainOfFormat));
+         !(UnevenSeconds(faster) < UnevenSeconds(plan) * (1 - kLeastGainOfFormat));
 }
 
 void ShapePlanner::TryPlacement(int heads, Tile tile, const PlacedLinks& placed,
@@ -171,16 +171,21 @@ bool ShapePlanner::MayGain(const PlanShape& shape, bool many_rings, const Sketch
 }
 
 double ShapePlanner::LeastGainOf(const PlanShape& shape, const PlanShape& best) const {
-  const auto uneven = [](const TokenLayout& stripes) {
-    return static_cast<double>(stripes.ranks() * stripes.stripe()) / static_cast<double>(stripes.tokens());
-  };
   if (shape.layout == best.layout) {
     return shape.partial_dtype == best.partial_dtype ? kLeastGain : kLeastGainOfFormat;
   }
-  const bool longer = shape.layout.kind() == LayoutKind::kStriped &&
-                      best.layout.kind() == LayoutKind::kStriped &&
-                      shape.layout.stripe() > best.layout.stripe();
-  return kLeastGainOfFormat + (longer ? uneven(shape.layout) - uneven(best.layout) : 0);
+  return kLeastGainOfFormat + Unevenness(shape.layout) - Unevenness(best.layout);
+}
+
+double ShapePlanner::Unevenness(const TokenLayout& layout) const {
+  if (layout.kind() != LayoutKind::kStriped) return 0;
+  const int64_t longer = layout.stripe() - request_.stripe;
+  return static_cast<double>(layout.ranks() * std::max<int64_t>(0, longer)) /
+         static_cast<double>(layout.tokens());
+}
+
+double ShapePlanner::UnevenSeconds(const SketchedPlan& plan) const {
+  return plan.predicted.seconds * (1 + Unevenness(plan.layout));
 }
 
 bool ShapePlanner::ManyRings(const PlanShape& shape) const {

@@ -36,6 +36,8 @@ class ShapePlanner {
   // The fastest plan of the shape that fits the memory budget; if none does, the one that needs least.
   SketchedPlan Best(int heads, Tile tile);
 
+  // By what plans of different shapes are compared: predicted seconds, and what its longer stripes may add.
+  double UnevenSeconds(const SketchedPlan& plan) const;
   // Whether a plan is taken instead of a faster one of another shape: its layout wins ties with the other's.
   bool WinsTie(const SketchedPlan& plan, const SketchedPlan& faster) const;
 
@@ -64,6 +66,9 @@ class ShapePlanner {
   // For which a plan of this shape is taken instead of `best`: what longer stripes make less even comes on
   // top.
   double LeastGainOf(const PlanShape& shape, const PlanShape& best) const;
+  // What the last rank has more of full layers than with the stripes that were asked for, as a part: no
+  // prediction counts that.
+  double Unevenness(const TokenLayout& layout) const;
 
   const ModelShape& model_;
   const PoolSpeed& speed_;

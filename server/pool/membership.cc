@@ -216,7 +216,7 @@ absl::Status Membership::CheckOffer(const v1::Join& offer, uint64_t heard_epoch,
     retry = options_.model.weights_hash() == 0;
     return absl::FailedPreconditionError(absl::StrCat(
         "the worker's weights of model ", options_.model.name(), " differ from ",
-        retry ? "those of the workers that are there" : "the leader's", "; give all the same files"));
+        retry ? "those of the workers that are there" : "the leader's", "; give all the same files, and the same version of meshfill"));
   }
   if (offer.encrypt() != options_.encrypt) {
     return absl::FailedPreconditionError(absl::StrCat(

@@ -30,9 +30,9 @@ Gang GangChoice::FirstThatMay(std::span<const RunTicket> ranked) const {
     if (!lives && !places.HasOneFor(entry.job.work_seconds)) continue;
     if (gang.tickets.empty()) {
       if (entry.pack != 0) return {.tickets = MembersOf(entry.pack)};
-      gang.submeshes = lives ? entry.submeshes : BestSubmeshes(ranked.subspan(i));
+      gang.submeshes = lives ? entry.submeshes : BestSubmeshes(ranked.subspan(i), places);
       if (!lives && limits_.pack.ranks > 0) {
-        Gang pack = BestPack(ranked.subspan(i), gang.submeshes);
+        Gang pack = BestPack(ranked.subspan(i), gang.submeshes, places);
         if (!pack.tickets.empty() && places.HasOneFor(*pack.pass_seconds)) return pack;
       }
       longest_seconds = kLongestBeside * entry.job.SecondsOn(gang.submeshes);
@@ -57,7 +57,7 @@ bool GangChoice::IsAt(uint64_t place, const Gang& gang) const {
                                    [&](RunTicket ticket) { return entries_.at(ticket).place == place; });
 }
 
-int GangChoice::BestSubmeshes(std::span<const RunTicket> ranked) const {
+int GangChoice::BestSubmeshes(std::span<const RunTicket> ranked, const FreePlaces& places) const {
   const RunEntry& first = entries_.at(ranked.front());
   const auto computes_on = [this](int submeshes) {
     return std::count_if(computing_.begin(), computing_.end(),
@@ -67,7 +67,7 @@ int GangChoice::BestSubmeshes(std::span<const RunTicket> ranked) const {
   double best_ratio = kLeastGain;
   for (const auto& [submeshes, seconds] : first.job.submeshes) {
     if (!KeepsDeadline(first, seconds)) continue;
-    const auto at_once = std::min<std::ptrdiff_t>(submeshes, limits_.places.alike() + computes_on(submeshes));
+    const auto at_once = std::min<std::ptrdiff_t>(submeshes, places.alike() + computes_on(submeshes));
     std::vector<double> free_at(static_cast<size_t>(at_once), 0);
     double in_turn = 0, ends_in_turn = 0, ends_beside = 0;
     size_t weighed = 0;
@@ -124,7 +124,7 @@ std::vector<RunTicket> GangChoice::MembersOf(uint64_t pack) const {
 
 // The size of the pack is weighed over all that could share it. Where many wait, a large one lets the first
 // end later than a small one would, and all the others earlier.
-Gang GangChoice::BestPack(std::span<const RunTicket> ranked, int submeshes) const {
+Gang GangChoice::BestPack(std::span<const RunTicket> ranked, int submeshes, const FreePlaces& places) const {
   const std::vector<Sharer> sharers = Sharers(ranked);
   if (sharers.size() < 2) return {};
   Passes best = InPasses(sharers, 1);
@@ -136,7 +136,7 @@ Gang GangChoice::BestPack(std::span<const RunTicket> ranked, int submeshes) cons
     if (most == sharers.size()) break;
   }
   if (best.prompts < 2) return {};
-  if (submeshes > 1 && EndsBeside(sharers, submeshes) <= EndsAround(best, submeshes)) return {};
+  if (submeshes > 1 && EndsBeside(sharers, submeshes, places) <= EndsAround(best, submeshes)) return {};
   Gang pack{.pass_seconds = best.seconds};
   for (const Sharer& sharer : std::span(sharers).first(best.prompts)) pack.tickets.push_back(sharer->first);
   return pack;
@@ -196,14 +196,15 @@ GangChoice::Passes GangChoice::InPasses(std::span<const Sharer> sharers, size_t 
   return passes;
 }
 
-double GangChoice::EndsBeside(std::span<const Sharer> sharers, int submeshes) const {
+double GangChoice::EndsBeside(std::span<const Sharer> sharers, int submeshes,
+                              const FreePlaces& places) const {
   std::vector<double> free_at;
   for (const RunTicket ticket : computing_) {
     const RunEntry& entry = entries_.at(ticket);
     if (entry.submeshes == submeshes) free_at.push_back(entry.Rest(now_));
   }
   double ends = std::accumulate(free_at.begin(), free_at.end(), 0.0);
-  const size_t at_once = free_at.size() + static_cast<size_t>(limits_.places.alike());
+  const size_t at_once = free_at.size() + static_cast<size_t>(places.alike());
   free_at.resize(std::min(at_once, static_cast<size_t>(submeshes)), 0);
   double in_turn = 0, ends_in_turn = 0;  // of those that run on all devices alone
   size_t alone = 0;

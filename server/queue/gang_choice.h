@@ -46,8 +46,8 @@ class GangChoice {
  private:
   // Whether one of the gang is at this place.
   bool IsAt(uint64_t place, const Gang& gang) const;
-  // How many sub-meshes are best for the first of `ranked`, which waits, and those after it.
-  int BestSubmeshes(std::span<const RunTicket> ranked) const;
+  // How many sub-meshes are best for the first of `ranked`, which waits, and those after it, in these places.
+  int BestSubmeshes(std::span<const RunTicket> ranked, const FreePlaces& places) const;
   // Whether this one, which waits, may run beside others on one of so many sub-meshes.
   bool MayBeBeside(const RunEntry& entry, int submeshes, double longest_seconds) const;
   // Whether those of `ranked` that wait end sooner on sub-meshes beside those that live there, of which there
@@ -66,13 +66,13 @@ class GangChoice {
   std::vector<RunTicket> MembersOf(uint64_t pack) const;
   // The pass that the first of `ranked`, which waits, should share, where that is better than to run on one
   // of so many sub-meshes, or in turn; nobody: it should share none.
-  Gang BestPack(std::span<const RunTicket> ranked, int submeshes) const;
+  Gang BestPack(std::span<const RunTicket> ranked, int submeshes, const FreePlaces& places) const;
   // Those of `ranked` that could share a pass with its first, by the order, at most kMostWeighed.
   std::vector<Sharer> Sharers(std::span<const RunTicket> ranked) const;
   bool MayShare(const RunEntry& entry) const;
   Passes InPasses(std::span<const Sharer> sharers, size_t most_prompts) const;
   // Ends, added up, of those that compute on sub-meshes, and of `sharers` beside and after them.
-  double EndsBeside(std::span<const Sharer> sharers, int submeshes) const;
+  double EndsBeside(std::span<const Sharer> sharers, int submeshes, const FreePlaces& places) const;
   // The same, where `sharers` share passes on all devices, and those on sub-meshes go on after them.
   double EndsAround(const Passes& passes, int submeshes) const;
   bool KeepDeadlines(std::span<const Sharer> sharers, double pass_seconds) const;

@@ -58,6 +58,12 @@ int CountBefore(std::span<const RunOrder::Turn> turns) {
   return static_cast<int>(std::ssize(others) - std::count_if(others.begin(), others.end(), shares_pass));
 }
 
+// The same, whatever may be cached of it.
+RunOrder::Job Uncached(RunOrder::Job job) {
+  job.may_save_seconds = 0;
+  return job;
+}
+
 }  // namespace
 
 void PrefillQueue::Slot::SetPredictedSeconds(double seconds, std::vector<SubmeshSeconds> submeshes,
@@ -107,7 +113,7 @@ absl::StatusOr<std::unique_ptr<PrefillQueue::Slot>> PrefillQueue::Reserve(const 
   auto job = std::make_unique<Job>();
   job->ticket = ticket;
   job->request = request;
-  job->needs_cache = !room_.CheckWork(run).ok();
+  job->needs_cache = run.may_save_seconds > 0 && !room_.CheckWait(Uncached(run), order_).ok();
   job->reserved_at = clock_();
   order_.Announce(ticket, run, job->reserved_at);
   room_.Enter(ticket, run, request.tokens);
@@ -149,8 +155,13 @@ absl::StatusOr<PrefillQueue::Turn> PrefillQueue::Submit(uint64_t ticket, std::ve
   const auto entry = jobs_.find(ticket);
   if (entry == jobs_.end()) return lost_.at(ticket);
   Job& job = *entry->second;
-  if (job.needs_cache) RETURN_IF_ERROR(room_.CheckWork(ToRunOrder(job.request)));
   job.submitted_at = clock_();
+  if (job.needs_cache) {
+    RunOrder ahead = order_;
+    ahead.Complete(ticket, job.submitted_at);
+    const double wait_seconds = ahead.TurnsUpTo(ticket, job.submitted_at).back().begins_seconds;
+    RETURN_IF_ERROR(room_.CheckDeadline(Uncached(ToRunOrder(job.request)), wait_seconds));
+  }
   job.tokens = std::move(tokens);
   job.options = options;
   job.options.request_id = job.request.id;

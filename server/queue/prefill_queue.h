@@ -157,7 +157,7 @@ class PrefillQueue {
     PrefillOptions options;
     std::shared_ptr<Waiter> waiter;  // shared: a stream may end while its prefill is being stopped
 
-    bool needs_cache = false;  // its deadline is before its end, but for what may be cached
+    bool needs_cache = false;  // it was let in for what may be cached of it alone
     bool begun = false;        // a thread of the queue has it, or will
     // When it began, once it has.
     absl::Time begin = absl::InfiniteFuture();

@@ -268,7 +268,6 @@ absl::Status QueueRoom::CheckWait(const RunOrder::Job& job, const RunOrder& orde
   const absl::Time now = clock_();
   if (IsSoonEnough(job, order.MostWaitSeconds(now), now)) return absl::OkStatus();
   const double max_wait_seconds = absl::ToDoubleSeconds(limits_.max_wait);
-  const double left_seconds = absl::ToDoubleSeconds(job.deadline - now);
   const double wait_seconds = order.WaitSeconds(job, now);
   if (wait_seconds > max_wait_seconds) {
     return WithRetry(
@@ -277,6 +276,11 @@ absl::Status QueueRoom::CheckWait(const RunOrder::Job& job, const RunOrder& orde
                                wait_seconds, max_wait_seconds)),
         wait_seconds - max_wait_seconds);
   }
+  return CheckDeadline(job, wait_seconds);
+}
+
+absl::Status QueueRoom::CheckDeadline(const RunOrder::Job& job, double wait_seconds) const {
+  const double left_seconds = absl::ToDoubleSeconds(job.deadline - clock_());
   if (left_seconds <= 0)
     return absl::DeadlineExceededError("the deadline passed before the request was read");
   const double run_seconds = LeastSeconds(job);
@@ -290,10 +294,6 @@ absl::Status QueueRoom::CheckWait(const RunOrder::Job& job, const RunOrder& orde
         wait_seconds);
   }
   return absl::OkStatus();
-}
-
-absl::Status QueueRoom::CheckWork(const RunOrder::Job& job) const {
-  return CheckRun(job.work_seconds, absl::ToDoubleSeconds(job.deadline - clock_()));
 }
 
 void QueueRoom::Enter(Ticket ticket, const RunOrder::Job& job, int64_t tokens) {

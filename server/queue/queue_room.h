@@ -100,9 +100,10 @@ class QueueRoom {
   // RESOURCE_EXHAUSTED: it may not. DEADLINE_EXCEEDED: its deadline has passed. `order` predicts.
   absl::Status MayEnter(const RunOrder::Job& job, int64_t tokens, const RunOrder& order);
 
-  // RESOURCE_EXHAUSTED: its deadline is before its end, though it waited for nobody and nothing of it is
-  // cached but what its work knows of.
-  absl::Status CheckWork(const RunOrder::Job& job) const;
+  // Whether its turn comes soon enough. Errors: MayEnter's, of that alone.
+  absl::Status CheckWait(const RunOrder::Job& job, const RunOrder& order) const;
+  // Whether it meets its deadline, where its turn comes in so long. Errors: the same.
+  absl::Status CheckDeadline(const RunOrder::Job& job, double wait_seconds) const;
 
   // ---- What happens to those that have entered.
   void Enter(Ticket ticket, const RunOrder::Job& job, int64_t tokens);
@@ -165,9 +166,7 @@ class QueueRoom {
   absl::Status CheckBeside(const Claims& claims, int64_t tokens) const;
   absl::Status CheckQueue(const Claims& claims, int64_t tokens) const;   // of the queue's bounds
   absl::Status CheckTenant(const Claims& claims, int64_t tokens) const;  // of its tenant's
-  // Whether its turn comes soon enough.
-  absl::Status CheckWait(const RunOrder::Job& job, const RunOrder& order) const;
-  // Whether it comes soon enough after so many seconds.
+  // Whether its turn comes soon enough after so many seconds.
   bool IsSoonEnough(const RunOrder::Job& job, double wait_seconds, absl::Time now) const;
   // Takes all slow uploads, the furthest behind first.
   void TakeSlowUploads(Claims& claims, std::vector<LostPlace>& taken) const;

@@ -213,7 +213,7 @@ TEST(MakePlan, SendsWindowLayersBetweenFullOnesWhatTheirLayoutMakesThem) {
     double most_of_full;  // of what a full layer sends
   };
   for (const Expected& expected :
-       {Expected{8, 28, 1}, Expected{16, 8, 0.27}, Expected{32, 1.1, 0.04}, Expected{64, 2.4, 0.41}}) {
+       {Expected{8, 28, 1}, Expected{16, 1.1, 0.04}, Expected{32, 1.1, 0.04}, Expected{64, 2.4, 0.41}}) {
     SCOPED_TRACE(testing::Message() << expected.ranks << " ranks");
     const auto choice = MakePlan(model, kH100, OnNodesOfOnePort(expected.ranks, 131072));
     ASSERT_TRUE(choice.ok()) << choice.status();
@@ -245,7 +245,7 @@ TEST(MakePlan, LongStripesServeWindowsAndFullLayers) {
   for (const Expected& expected :
        {Expected{4096, 1 << 20, 16, 2048, 1.15}, Expected{4096, 1 << 20, 32, 1024, 1.4},
         Expected{4096, 1 << 20, 64, 512, 1.6}, Expected{4096, 1 << 19, 64, 512, 1.9},
-        Expected{4096, 131072, 16, 1024, 1.1}, Expected{1024, 131072, 8, 256, 1.02},
+        Expected{4096, 131072, 16, 0, 1.2}, Expected{1024, 131072, 8, 256, 1.02},
         Expected{4096, 131072, 32, 0, 1.5}}) {
     SCOPED_TRACE(testing::Message() << "a window of " << expected.window << ", " << expected.tokens
                                     << " tokens, " << expected.ranks << " ranks");
@@ -268,6 +268,16 @@ TEST(MakePlan, LongStripesServeWindowsAndFullLayers) {
     }
     EXPECT_EQ(asked_for->plan.layout.stripe(), request.stripe);
     EXPECT_GT(asked_for->plan.predicted.seconds, expected.gain * choice->plan.predicted.seconds);
+    // Shapes are compared by what longer stripes may add for the last rank, too.
+    const auto uneven_seconds = [&](const PlanCandidate& of) {
+      const bool striped = of.layout.kind() == LayoutKind::kStriped;
+      const int64_t longer = striped ? of.layout.stripe() - request.stripe : 0;
+      return of.predicted.seconds *
+             (1 + static_cast<double>(longer * expected.ranks) / static_cast<double>(expected.tokens));
+    };
+    for (const PlanCandidate& other : choice->candidates) {
+      EXPECT_LE(uneven_seconds(choice->candidates.front()), 1.0102 * uneven_seconds(other));
+    }
   }
   // No window, no reason.
   const auto full = MakePlan(ModelOfWindows(4096, 30, 0), kH100, OnNodesOfOnePort(64, 1 << 20));

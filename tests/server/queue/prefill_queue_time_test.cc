@@ -365,6 +365,25 @@ TEST_F(PrefillQueueTimeTest, WhatIsCachedIsKnownWhenThePromptIsComplete) {
   }
 }
 
+// One that meets its deadline alone, but not after the one that runs, unless most of it is cached.
+TEST_F(PrefillQueueTimeTest, TooLittleIsCachedForWhoHasToWait) {
+  MakeQueue();
+  const auto running = Run(8);
+  const absl::Time deadline = now() + absl::Seconds(10);
+  for (const double found_seconds : {5.0, 1.0}) {
+    auto slot = Reserve(
+        {.id = "id", .tokens = 3, .predicted_seconds = 5, .deadline = deadline, .may_save_seconds = 4.9});
+    ASSERT_NE(slot, nullptr);
+    slot->SetPredictedSeconds(found_seconds, {});
+    const absl::Status told = slot->Submit({1, 2, 3}, {}, std::make_shared<RecordingWaiter>()).status();
+    EXPECT_EQ(told.ok(), found_seconds == 1) << told;
+    if (told.ok()) continue;
+    EXPECT_EQ(RefusalOf(told), Refusal::kDeadline) << told;
+    EXPECT_TRUE(RetryAfter(told).has_value()) << told;
+  }
+  engine_.Release();
+}
+
 TEST_F(PrefillQueueTimeTest, ADeadlineMayPassInTheQueue) {
   MakeQueue();
   const auto running = Run(1);

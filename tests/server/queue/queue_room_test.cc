@@ -352,7 +352,10 @@ TEST_F(QueueRoomTest, ADeadlineCountsWithAllThatMayBeCached) {
   RunOrder::Job job = {.tenant = "a", .work_seconds = 10, .may_save_seconds = 6};
   job.deadline = now_ + absl::Seconds(5);
   EXPECT_TRUE(room_->MayEnter(job, 1, order_).ok());
-  EXPECT_EQ(RefusalOf(room_->CheckWork(job)), Refusal::kDeadline);
+  RunOrder::Job cold = job;
+  cold.may_save_seconds = 0;
+  EXPECT_EQ(RefusalOf(room_->CheckWait(cold, order_)), Refusal::kDeadline);
+  EXPECT_EQ(RefusalOf(room_->CheckDeadline(cold, 0)), Refusal::kDeadline);
   job.deadline = now_ + absl::Seconds(3.5);
   const absl::Status refused = room_->MayEnter(job, 1, order_);
   EXPECT_EQ(RefusalOf(refused), Refusal::kDeadline) << refused;
@@ -363,7 +366,9 @@ TEST_F(QueueRoomTest, ADeadlineCountsWithAllThatMayBeCached) {
   job.deadline = now_ + absl::Seconds(6);
   EXPECT_TRUE(room_->MayEnter(job, 1, order_).ok());
   job.deadline = now_ + absl::Seconds(10);
-  EXPECT_TRUE(room_->CheckWork(job).ok());
+  cold.deadline = job.deadline;
+  EXPECT_TRUE(room_->CheckDeadline(cold, 0).ok());
+  EXPECT_TRUE(RetryAfter(room_->CheckDeadline(cold, 1)).has_value()) << "waiting is what is too long";
 }
 
 // Neither does it wait for those whose places it takes.

@@ -145,6 +145,29 @@ TEST(RunOrderSubmeshes, ASubmeshLosesNobodysDeadline) {
   }
 }
 
+// Behind one that waits for memory only one of them may begin: alone on a sub-mesh it would leave the others'
+// devices idle.
+TEST(RunOrderSubmeshes, WhoBeginsBeforeOneThatWaitsForMemoryHasAllDevices) {
+  for (const bool waits : {false, true}) {
+    Order order;
+    order.Add({.work_seconds = 1000}, 0);
+    double now = 0;
+    order.Run(now, 1);
+    if (waits) {
+      const Ticket large = order.Add({.priority = 2, .work_seconds = 500}, now);
+      order.Run(now, now + 0.1);
+      order.order_.PutBack(large, At(now));
+    }
+    std::vector<Ticket> shorter;
+    for (int i = 0; i < 4; ++i) {
+      shorter.push_back(order.Add(
+          {.priority = 1, .work_seconds = 10, .submeshes = {{.submeshes = 4, .seconds = 22.5}}}, now));
+    }
+    order.Run(now, now + 1);
+    EXPECT_EQ(order.submeshes_.at(shorter.front()), waits ? 1 : 4);
+  }
+}
+
 // One that comes when those on sub-meshes are about to end gains more by all devices.
 TEST(RunOrderSubmeshes, OneThatComesLateWaitsForAllDevices) {
   for (const bool late : {false, true}) {

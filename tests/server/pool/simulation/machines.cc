@@ -46,6 +46,7 @@ void PoolSimulation::StartLeader() {
   options.most_kept_out = kKeptOut;
   if (Chance(0.2)) options.kv_cache = false;
   leader_ = std::make_unique<Leader>(options, RememberedPlan);
+  leader_->LeaveToShort(short_rank_bytes_);
   runs_told_.clear();
   Note("leader starts");
   After(DrawMs(0, 250), -1, [this, incarnation = leader_incarnation_] { TickLeader(incarnation); });

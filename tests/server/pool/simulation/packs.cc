@@ -205,7 +205,7 @@ void PoolSimulation::CheckNobodyWaitsInVain() {
       }
     }
     const auto offered = static_cast<int64_t>(worker.offer->memory_bytes());
-    if (offered > 0 && reserved + RankBytes() * worker.offer->ranks() > offered) return;
+    if (offered > 0 && reserved + (RankBytes() + short_rank_bytes_) * worker.offer->ranks() > offered) return;
   }
   Fail("a request waits, and fewer runs live than may");
 }

@@ -41,6 +41,7 @@ std::string PoolSimulation::Run() {
   // Drawn apart: the other seeds' stories do not depend on it.
   std::mt19937_64 apart(~seed_);
   packs_ = messages_mix_ && std::bernoulli_distribution(0.5)(apart);
+  if (std::bernoulli_distribution(0.5)(apart)) short_rank_bytes_ = RankBytes() / 8;
   StartLeader();
   for (size_t i = 0; i < nodes_.size(); ++i) {
     After(DrawMs(0, 300), -1, [this, i] { StartNode(static_cast<int>(i)); });

@@ -32,6 +32,8 @@
 // What runs in pieces: in some stories the ranks' memory takes the longest prompts in pieces alone. Each
 // piece runs behind those before it, all of which are there, and a result is that of exactly one run of each.
 //
+// What is left: in half of the stories long runs leave memory of each rank to short ones.
+//
 // What is shared: in some stories the workers may share weights that they would stream. All of a run agree on
 // whose share is which, and shares of runs that live take of the memory.
 //
@@ -427,6 +429,7 @@ class PoolSimulation {
   bool packs_ = false;                                   // requests may share passes
   bool small_ = false;                                   // long prompts run in pieces
   int64_t weight_bytes_ = 0;                             // that workers may share; 0: they may not
+  int64_t short_rank_bytes_ = 0;                         // of each rank that long runs leave to short ones
   bool side_by_side_ = false;                            // requests may take sub-meshes
   bool sticky_ = false;                                  // turns change only when somebody comes or goes
   uint64_t poison_deaths_ = 0;                           // of workers

@@ -47,8 +47,9 @@ absl::StatusOr<PlanChoice> RememberedPlan(const PoolCapacity& capacity, int64_t 
   defaults.stripe = kStripe;
   const int64_t cached_tokens = UsableTokensOf(cached, defaults, tokens, options);
   const PlanWeights shared = capacity.shared_weights.value_or(PlanWeights());
-  using Key = std::tuple<int64_t, int64_t, int, bool, bool, std::vector<int>, int64_t, double, double, double,
-                         double, double, WeightMode, double, int64_t, int64_t, std::vector<int>, bool>;
+  using Key =
+      std::tuple<int64_t, int64_t, int, bool, bool, std::vector<int>, int64_t, double, double, double, double,
+                 double, WeightMode, double, int64_t, int64_t, std::vector<int>, bool, int64_t>;
   static std::mutex mutex;
   static std::map<Key, absl::StatusOr<PlanChoice>> plans;
   const std::lock_guard<std::mutex> lock(mutex);
@@ -61,7 +62,8 @@ absl::StatusOr<PlanChoice> RememberedPlan(const PoolCapacity& capacity, int64_t 
           links.between_nodes.bytes_per_second, links.between_nodes.latency_seconds,
           links.node_bytes_per_second, capacity.rank_weights.mode, capacity.rank_weights.layer_seconds,
           shared.loaded_bytes, capacity.shared_rank_memory_bytes,
-          shared.loaded_bytes == 0 ? std::vector<int>() : capacity.first_seats, capacity.many_messages},
+          shared.loaded_bytes == 0 ? std::vector<int>() : capacity.first_seats, capacity.many_messages,
+          capacity.short_rank_bytes},
       absl::UnknownError("not planned"));
   if (fresh) entry->second = PlanForPool(SimulatedShape(), defaults, capacity, tokens, options, cached);
   return entry->second;
