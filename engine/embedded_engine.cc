@@ -331,7 +331,7 @@ PackRoom EmbeddedEngine::MeasurePackRoom() const {
 
 PackRoom EmbeddedEngine::pack_room() const {
   PackRoom room = pack_room_;
-  if (places_.BudgetOf(1) > 0) {
+  if (room.ranks > 0 && places_.BudgetOf(1) > 0) {
     room.rank_bytes = std::clamp<int64_t>(places_.MostRankBytes() - PassBytes(), 0, room.rank_bytes);
   }
   return room;

@@ -196,7 +196,7 @@ absl::Status PoolEngine::CheckRoom() const {
 PackRoom PoolEngine::pack_room() const {
   const MutexLock lock(mu_);
   PackRoom room = pack_room_;
-  room.rank_bytes = std::min(room.rank_bytes, leader_.MostRankBytes());
+  if (room.ranks > 0) room.rank_bytes = std::min(room.rank_bytes, leader_.MostRankBytes());
   return room;
 }
 

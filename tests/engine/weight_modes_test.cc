@@ -28,7 +28,7 @@ using testing::HasSubstr;
 using testing::MatchesRegex;
 
 std::unique_ptr<PrefillEngine> Load(const std::string& folder, int ranks, std::optional<WeightMode> weights,
-                                    int64_t memory_bytes = 0) {
+                                    int64_t memory_bytes = 0, int64_t kv_memory_bytes = 1 << 26) {
   auto engine = LoadEmbeddedEngine({.model_path = folder,
                                     .ranks = ranks,
                                     .device = "cpu",
@@ -36,7 +36,7 @@ std::unique_ptr<PrefillEngine> Load(const std::string& folder, int ranks, std::o
                                     .stripe = 16,
                                     .peak_flops = 1e12,
                                     .memory_budget_bytes = memory_bytes,
-                                    .kv_memory_bytes = 1 << 26,
+                                    .kv_memory_bytes = kv_memory_bytes,
                                     .threads = 2,
                                     .speed = PoolSpeed()});  // alike: the same plans
   EXPECT_TRUE(engine.ok()) << engine.status();
@@ -259,13 +259,16 @@ TEST(WeightModesTest, AutoStreamsWhatLeavesNoRoom) {
   EXPECT_TRUE(resident(1 << 30, 0, 0));  // the system does not say
 }
 
-// A prompt has to fit beside two layers.
+// A prompt has to fit beside two layers. Without room for K and V it cannot run in pieces.
 TEST_F(StreamedEngineTest, LayersThatPassTakeOfTheMemory) {
   EXPECT_EQ(Load(path_, 1, std::nullopt)->MakePlan(100, {})->weights.mode, WeightMode::kResident);
   const int64_t needed = Load(path_, 1, WeightMode::kStreamed)->MakePlan(8192, {})->plan.predicted.run_bytes;
-  EXPECT_TRUE(Load(path_, 1, WeightMode::kStreamed, needed)->MakePlan(8192, {})->pieces.empty());
-  const auto smaller = Load(path_, 1, WeightMode::kStreamed, needed - 1)->MakePlan(8192, {});
-  EXPECT_TRUE(!smaller.ok() || !smaller->pieces.empty()) << "a byte less was enough";
+  const auto fits = [&](int64_t memory_bytes) {
+    const auto engine = Load(path_, 1, WeightMode::kStreamed, memory_bytes, /*kv_memory_bytes=*/0);
+    return engine->MakePlan(8192, {}).ok();
+  };
+  EXPECT_TRUE(fits(needed));
+  EXPECT_FALSE(fits(needed - 1)) << "a byte less was enough";
 }
 
 TEST_F(StreamedEngineTest, PiecesAndPrefixesReadTheLayersAgain) {
