@@ -112,12 +112,14 @@ void PoolSimulation::CheckSubmesh(uint64_t run) {
   for (int i = 0; i < count; ++i) {
     const size_t begin = members.size() * static_cast<size_t>(i) / static_cast<size_t>(count);
     const size_t end = members.size() * static_cast<size_t>(i + 1) / static_cast<size_t>(count);
-    const bool idle = std::all_of(members.begin() + static_cast<std::ptrdiff_t>(begin),
-                                  members.begin() + static_cast<std::ptrdiff_t>(end), [&](int node) {
-                                    const KvDirectory::WorkerKv& of = kv.at(nodes_[node].name);
-                                    const int64_t most = kLongestPrompt * kTokenBytes;
-                                    return live[node] == 0 && of.bytes + most <= of.max_bytes;
-                                  });
+    const bool idle = std::all_of(
+        members.begin() + static_cast<std::ptrdiff_t>(begin),
+        members.begin() + static_cast<std::ptrdiff_t>(end), [&](int node) {
+          const KvDirectory::WorkerKv& of = kv.at(nodes_[node].name);
+          const int64_t most = kLongestPrompt * kTokenBytes;
+          const int64_t room = (RankBytes() + short_rank_bytes_) * nodes_[node].ranks;
+          return live[node] == 0 && of.bytes + most <= of.max_bytes && room <= nodes_[node].memory_bytes;
+        });
     if (!idle || small_) continue;
     std::vector<std::string> taken, free;
     for (const auto& [node, incarnation] : told.nodes) taken.push_back(nodes_[node].name);
