@@ -268,21 +268,40 @@ TEST(MakePlan, LongStripesServeWindowsAndFullLayers) {
     }
     EXPECT_EQ(asked_for->plan.layout.stripe(), request.stripe);
     EXPECT_GT(asked_for->plan.predicted.seconds, expected.gain * choice->plan.predicted.seconds);
-    // Shapes are compared by what longer stripes may add for the last rank, too.
-    const auto uneven_seconds = [&](const PlanCandidate& of) {
-      const bool striped = of.layout.kind() == LayoutKind::kStriped;
-      const int64_t longer = striped ? of.layout.stripe() - request.stripe : 0;
-      return of.predicted.seconds *
-             (1 + static_cast<double>(longer * expected.ranks) / static_cast<double>(expected.tokens));
-    };
-    for (const PlanCandidate& other : choice->candidates) {
-      EXPECT_LE(uneven_seconds(choice->candidates.front()), 1.0102 * uneven_seconds(other));
-    }
   }
   // No window, no reason.
   const auto full = MakePlan(ModelOfWindows(4096, 30, 0), kH100, OnNodesOfOnePort(64, 1 << 20));
   ASSERT_TRUE(full.ok()) << full.status();
   EXPECT_EQ(full->plan.layout.stripe(), 64);
+}
+
+// Shapes are compared by what longer stripes may add for the last rank, too, of which no prediction knows; a
+// layout that comes before gains a tie of 1 %, three times at most.
+TEST(MakePlan, NoShapeIsTakenForStripesThatAreUneven) {
+  int uneven = 0;
+  for (const int64_t window : {1024, 2048, 4096, 8192}) {
+    for (const int ranks : {8, 16, 32, 64}) {
+      for (int64_t tokens = 1 << 16; tokens <= 1 << 20; tokens *= 2) {
+        for (int with_window = 5; with_window < 30; with_window += 4) {
+          const PlanRequest request = OnNodesOfOnePort(ranks, tokens);
+          const auto choice = MakePlan(ModelOfWindows(window, 30, with_window), kH100, request);
+          ASSERT_TRUE(choice.ok()) << choice.status();
+          const auto seconds = [&](const PlanCandidate& of) {
+            const bool striped = of.layout.kind() == LayoutKind::kStriped;
+            const int64_t longer = striped ? of.layout.stripe() - request.stripe : 0;
+            return of.predicted.seconds *
+                   (1 + static_cast<double>(longer * ranks) / static_cast<double>(tokens));
+          };
+          const PlanCandidate& taken = choice->candidates.front();
+          for (const PlanCandidate& other : choice->candidates) {
+            EXPECT_LE(seconds(taken), 1.031 * seconds(other));
+            uneven += other.predicted.seconds * 1.031 < taken.predicted.seconds ? 1 : 0;
+          }
+        }
+      }
+    }
+  }
+  EXPECT_GT(uneven, 0) << "none was faster but for its stripes: the test shows nothing";
 }
 
 // What costs accuracy and gains nothing is not chosen.
