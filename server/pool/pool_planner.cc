@@ -202,8 +202,8 @@ absl::StatusOr<PlanChoice> PlanOnFastest(
     const PoolCapacity& capacity, const PrefillOptions& options,
     const std::function<absl::StatusOr<PlanChoice>(const PoolCapacity& part)>& plan) {
   absl::StatusOr<PlanChoice> best = plan(capacity);
-  const bool keeps_kv =
-      options.kv != nullptr;  // on all workers where it can be: a few may have no room for it
+  // What is kept is spread over all workers where it can be: a few may have no room for it.
+  const bool keeps_kv = options.kv != nullptr;
   if ((keeps_kv && best.ok()) || NeedsAllRanks(capacity, options)) return best;
   for (const PoolCapacity& part : capacity.faster_parts) {
     absl::StatusOr<PlanChoice> choice = plan(part);

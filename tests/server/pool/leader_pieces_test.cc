@@ -307,5 +307,37 @@ TEST_F(TightKvPiecesLeaderTest, WhatNoWorkerCouldKeepIsRefused) {
   EXPECT_NE(refused.status().message().find("K and V take"), absl::string_view::npos) << refused.status();
 }
 
+// Two workers whose memory takes the prompt whole, and beside the room for short ones in pieces.
+class WholeOrPiecesLeaderTest : public PiecesLeaderTest {
+ protected:
+  WholeOrPiecesLeaderTest() : PiecesLeaderTest(kTokens / 2 + 300) {}
+
+  void SetUp() override {
+    const auto whole = PlanForPool(Shape(), EngineOptions(), {.ranks = 2}, kTokens, {});
+    ASSERT_TRUE(whole.ok()) << whole.status();
+    const int64_t bytes = (whole->plan.predicted.run_bytes + 1) / 2;
+    for (const Leader::Connection worker : {1, 2}) {
+      v1::Join offer = SmallOffer(absl::StrCat("w", worker));
+      offer.set_memory_bytes(static_cast<uint64_t>(bytes));
+      ASSERT_EQ(Join(worker, offer), "");
+    }
+    leader_.LeaveToShort(bytes * 4 / 10);
+  }
+};
+
+TEST_F(WholeOrPiecesLeaderTest, LeasesThatHoldTheRoomOfPiecesMakeItWhole) {
+  for (const bool leased : {false, true}) {
+    if (leased) {
+      ASSERT_TRUE(Admit("greedy", 1024).ok());
+    }
+    SubmitPrompt();
+    EXPECT_EQ(LastPrepare(1).more_pieces(), !leased);
+    while (!RunPiece({1, 2})) {
+    }
+    ASSERT_EQ(answers_.size(), leased ? 2u : 1u);
+    EXPECT_TRUE(answers_.back().ok()) << answers_.back().status();
+  }
+}
+
 }  // namespace
 }  // namespace meshfill

@@ -22,8 +22,8 @@
 namespace meshfill {
 namespace {
 
-void MakeGptOss(const std::string& path) {
-  ASSERT_TRUE(MakeModel({.family = ModelFamily::kGptOss,
+void MakeTiny(ModelFamily family, DType dtype, const std::string& path) {
+  ASSERT_TRUE(MakeModel({.family = family,
                          .layers = 2,
                          .hidden = 16,
                          .intermediate = 24,
@@ -31,7 +31,7 @@ void MakeGptOss(const std::string& path) {
                          .kv_heads = 2,
                          .head_dim = 8,
                          .vocab = 11,
-                         .dtype = DType::kF32},
+                         .dtype = dtype},
                         path)
                   .ok());
 }
@@ -54,7 +54,7 @@ DType LoadedDType(const std::string& folder) {
 
 TEST(ModelIdTest, TheDTypeIsThatOfTheLoadedModel) {
   const TempFolder made;
-  MakeGptOss(made.path());
+  MakeTiny(ModelFamily::kGptOss, DType::kF32, made.path());
   const HfFolder f32 = HfFolder::Read(made.path());
   const struct {
     const char* changed;
@@ -80,7 +80,7 @@ TEST(ModelIdTest, TheDTypeIsThatOfTheLoadedModel) {
 
 TEST(ModelIdTest, NeedsNoWeights) {
   const TempFolder folder;
-  MakeGptOss(folder.path());
+  MakeTiny(ModelFamily::kGptOss, DType::kF32, folder.path());
   const auto with = IdentifyModel(folder.path(), std::nullopt);
   std::filesystem::remove(folder / "model.safetensors");
   const auto without = IdentifyModel(folder.path(), std::nullopt);
@@ -94,7 +94,7 @@ TEST(ModelIdTest, NeedsNoWeights) {
 // The weights' errors are those of a worker that loads them.
 TEST(ModelIdTest, RefusesWeightsOfAnotherModel) {
   const TempFolder folder;
-  MakeGptOss(folder.path());
+  MakeTiny(ModelFamily::kGptOss, DType::kF32, folder.path());
   HfFolder content = HfFolder::Read(folder.path());
   content.tensors.erase("model.norm.weight");
   content.Write(folder.path());
@@ -195,16 +195,7 @@ TEST(ModelIdTest, WeightsThatShrinkAreAnError) {
 // A plan without weights counts as much memory as one with them, as far as the config tells.
 TEST(ModelIdTest, QuantizedModelsAreBf16WhereTheConfigSaysNoDType) {
   const TempFolder folder;
-  ASSERT_TRUE(MakeModel({.layers = 2,
-                         .hidden = 16,
-                         .intermediate = 24,
-                         .q_heads = 4,
-                         .kv_heads = 2,
-                         .head_dim = 8,
-                         .vocab = 11,
-                         .dtype = DType::kF8E4M3},
-                        folder.path())
-                  .ok());
+  MakeTiny(ModelFamily::kLlama, DType::kF8E4M3, folder.path());
   HfFolder content = HfFolder::Read(folder.path());
   content.config.erase("dtype");
   content.config.erase("torch_dtype");
