@@ -2,7 +2,7 @@
 """Makes the goldens of the parity test: tiny random models and what Hugging Face transformers computes with them.
 
     pip install torch transformers safetensors
-    tests/parity/make_goldens.py [--only CASE]
+    tests/parity/make_goldens.py [--only CASE] [--errors]
 
 goldens/<case>/          a Hugging Face folder: config.json, weights in one file or in shards with an index
   prompt_<n>.safetensors n tokens through it, in float32 whatever the weights' dtype:
@@ -16,6 +16,9 @@ rope/<case>/             config.json and rope.safetensors, with real models' par
     positions            [p] int64
     cos, sin             [p, head_dim / 2] float32, times the attention factor
 
+bf16_errors.json         by case and number of tokens: the error of the logits where transformers computes in bfloat16,
+                         ‖bfloat16 − float32‖ / ‖float32‖. --errors measures it of the goldens that are there.
+
 Of a model in FP8 or MXFP4, transformers computes what the elements times their scales are, in float32.
 
 Before a golden is written, the script makes sure that it can tell a wrong model from a right one: another RoPE and
@@ -23,6 +26,7 @@ another mask must each move the logits by far more than the test's tolerance.
 """
 
 import argparse
+import contextlib
 import json
 import pathlib
 import shutil
@@ -343,11 +347,11 @@ def randomise(model, generator):
         parameter.data.copy_(value)
 
 
-def load(folder, attention="eager", **overrides):
+def load(folder, attention="eager", dtype=torch.float32, **overrides):
     config = AutoConfig.from_pretrained(folder)
     for key, value in overrides.items():
         setattr(config.get_text_config(), key, value)
-    return AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32,
+    return AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype,
                                                 attn_implementation=attention,
                                                 experts_implementation="eager").eval()
 
@@ -492,30 +496,31 @@ def write_prompt(path, tokens, firm, logits, kv, generator):
     save_file(tensors, path)
 
 
+def spread(scales, shape, block):
+    """A scale for each element of a matrix of `shape`. `block`: [rows, columns] with a scale each, or None: rows."""
+    rows, columns = block or (1, shape[1])
+    return scales.float().repeat_interleave(rows, 0).repeat_interleave(columns, 1)[:shape[0], :shape[1]]
+
+
 def quantise(folder, block):
-    """Turns the folder's projections into FP8, and returns a folder of the same values in float32.
+    """Turns the folder's projections into FP8.
 
     `block`: [rows, columns] with a scale each, as Qwen3-FP8 has them; None: a scale for each row, as
     compressed-tensors does.
     """
-    wide_folder = pathlib.Path(tempfile.mkdtemp())
-    shutil.copy(folder / "config.json", wide_folder)
-    narrow, wide = {}, {}
+    narrow = {}
     for name, tensor in load_file(folder / "model.safetensors").items():
-        narrow[name], wide[name] = tensor, tensor.float()
+        narrow[name] = tensor
         if not name.endswith("_proj.weight"):
             continue
         rows, columns = block or (1, tensor.shape[1])
-        spread = lambda scales: scales.float().repeat_interleave(rows, 0).repeat_interleave(columns, 1)[
-            :tensor.shape[0], :tensor.shape[1]]
         scales = torch.stack([torch.stack([part.abs().max() / 448 for part in strip.split(columns, 1)])
                               for strip in tensor.float().split(rows, 0)])
         scales = scales if block else scales.to(torch.bfloat16)
-        narrow[name] = (tensor.float() / spread(scales)).clamp(-448, 448).to(torch.float8_e4m3fn)
+        elements = tensor.float() / spread(scales, tensor.shape, block)
+        narrow[name] = elements.clamp(-448, 448).to(torch.float8_e4m3fn)
         narrow[name + ("_scale_inv" if block else "_scale")] = scales
-        wide[name] = narrow[name].float() * spread(scales)
     save_file(narrow, folder / "model.safetensors")
-    save_file(wide, wide_folder / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = {
         "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": block,
@@ -528,36 +533,30 @@ def quantise(folder, block):
             "weights": {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False},
             "input_activations": {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}}}}
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    return wide_folder
 
 
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 
 
 def quantise_experts(folder):
-    """Turns gpt-oss's experts into MXFP4, and returns a folder of the same values in float32.
+    """Turns gpt-oss's experts into MXFP4.
 
     A block of 32 elements of a row shares a power of two: the one that brings its largest within 4 to 8.
     """
-    wide_folder = pathlib.Path(tempfile.mkdtemp())
-    shutil.copy(folder / "config.json", wide_folder)
-    narrow, wide = {}, {}
+    narrow = {}
     for name, tensor in load_file(folder / "model.safetensors").items():
         if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
-            narrow[name], wide[name] = tensor, tensor.float()
+            narrow[name] = tensor
             continue
         rows = tensor.float().transpose(1, 2).contiguous()  # [experts, out, in]
         blocks = rows.unflatten(2, (-1, 32))
         exponents = blocks.abs().amax(-1, keepdim=True).log2().floor() - 2
         scaled = blocks / exponents.exp2()
         codes = (scaled.abs()[..., None] - E2M1).abs().argmin(-1)
-        values = E2M1[codes] * scaled.sign() * exponents.exp2()
         codes = (codes + 8 * (scaled < 0)).to(torch.uint8)
         narrow[name + "_blocks"] = codes[..., ::2] | codes[..., 1::2] << 4
         narrow[name + "_scales"] = (exponents[..., 0] + 127).to(torch.uint8)
-        wide[name] = values.flatten(2).transpose(1, 2).contiguous()
     save_file(narrow, folder / "model.safetensors")
-    save_file(wide, wide_folder / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
     del config["torch_dtype"]  # as published
     config["quantization_config"] = {
@@ -565,7 +564,65 @@ def quantise_experts(folder):
         "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens",
                                    "lm_head"]}
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    return wide_folder
+
+
+def widen(folder, to):
+    """Writes a model in FP8 or MXFP4 as float32: elements times their scales."""
+    config = json.loads((folder / "config.json").read_text())
+    block = config.pop("quantization_config").get("weight_block_size")
+    (to / "config.json").write_text(json.dumps(config))
+    narrow = load_file(folder / "model.safetensors")
+    wide = {}
+    for name, tensor in narrow.items():
+        if name.endswith(("_scale", "_scale_inv", "_scales")):
+            continue
+        if name.endswith("_blocks"):
+            name = name.removesuffix("_blocks")
+            codes = torch.stack([tensor & 15, tensor >> 4], -1).flatten(-2).long()
+            values = E2M1[codes & 7] * torch.where(codes > 7, -1.0, 1.0)
+            scales = (narrow[name + "_scales"].float() - 127).exp2()
+            wide[name] = (values * scales[..., None]).flatten(2).transpose(1, 2).contiguous()
+        elif tensor.dtype == torch.float8_e4m3fn:
+            scales = narrow[name + ("_scale_inv" if block else "_scale")]
+            wide[name] = tensor.float() * spread(scales, tensor.shape, block)
+        else:
+            wide[name] = tensor.float()
+    save_file(wide, to / "model.safetensors", metadata={"format": "pt"})
+
+
+@contextlib.contextmanager
+def computable(folder):
+    """A folder that transformers computes in floats: a golden's own, or of a narrow one's values."""
+    if "quantization_config" not in json.loads((folder / "config.json").read_text()):
+        yield folder
+        return
+    with tempfile.TemporaryDirectory() as wide:
+        widen(folder, pathlib.Path(wide))
+        yield pathlib.Path(wide)
+
+
+def note_errors(name, case):
+    """Writes what errors transformers' bfloat16 has in a golden that is there."""
+    folder = HERE / "goldens" / name
+    errors = {}
+    with computable(folder) as computed:
+        for count in case["prompts"]:
+            golden = load_file(folder / f"prompt_{count}.safetensors")
+            model = load(computed, attention_for(case, count), dtype=torch.bfloat16)
+            logits = prefill(model, golden["tokens"].tolist())[0].float()
+            error = (logits - golden["logits"]).norm() / golden["logits"].norm()
+            errors[str(count)] = float(f"{error:.3g}")
+    path = HERE / "bf16_errors.json"
+    all_errors = json.loads(path.read_text()) if path.exists() else {}
+    all_errors[name] = errors
+    kept = {case: all_errors[case] for case in sorted(all_errors) if case in CASES}
+    path.write_text(json.dumps(kept, indent=1) + "\n")
+    print(f"{name}: bfloat16's errors {errors}")
+
+
+def attention_for(case, tokens):
+    """What computes so many tokens without holding all scores, where it can (sinks are eager alone)."""
+    return "sdpa" if tokens > 1000 and case["model"] != "gpt_oss" else "eager"
 
 
 def make_case(name, case, seed):
@@ -585,27 +642,31 @@ def make_case(name, case, seed):
     if "rope_parameters" not in case["config"]:  # else the file stays as transformers 5 writes it
         config_path.write_text(json.dumps(config_json(case), indent=2) + "\n")
 
-    computed = quantise(folder, case["fp8"]) if "fp8" in case else folder
+    if "fp8" in case:
+        quantise(folder, case["fp8"])
     if "mxfp4" in case:
-        computed = quantise_experts(folder)
-    model = load(computed)  # what is on disk, computed in float32
+        quantise_experts(folder)
+    with computable(folder) as computed:
+        write_answers(case, folder, computed, generator)
+    for file in folder.iterdir():
+        assert file.stat().st_size < MAX_FILE_BYTES, file
+
+
+def write_answers(case, folder, computed, generator):
+    """Draws the prompts of a golden, and writes what transformers computes of what is on disk, in float32."""
+    model = load(computed)
     drawn = [draw_prompt(model, n, generator) for n in case["prompts"]]
     prompts = [tokens for tokens, _ in drawn]
     answers = []
     for tokens, firm in drawn:
-        long = len(tokens) > 1000
-        sdpa = long and case["model"] != "gpt_oss"  # which has sinks
-        logits, kv = prefill(load(computed, "sdpa") if sdpa else model, tokens)
+        attention = attention_for(case, len(tokens))
+        logits, kv = prefill(load(computed, attention) if attention != "eager" else model, tokens)
         answers.append((logits, kv))
         write_prompt(folder / f"prompt_{len(tokens)}.safetensors", tokens, firm, logits, kv, generator)
-    print(f"{name}: {case['model']} {case['dtype']}, prompts {case['prompts']}, logits' std "
+    print(f"{folder.name}: {case['model']} {case['dtype']}, prompts {case['prompts']}, logits' std "
           f"{answers[-1][0].std():.2f}, {sum(f.stat().st_size for f in folder.iterdir()):,} bytes")
     check_experts(model, prompts, case.get("starved", False))
     check_sensitivity(computed, model, prompts)
-    if computed != folder:
-        shutil.rmtree(computed)
-    for file in folder.iterdir():
-        assert file.stat().st_size < MAX_FILE_BYTES, file
 
 
 def make_rope(name, parameters):
@@ -626,15 +687,19 @@ def make_rope(name, parameters):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", metavar="CASE", help="make this case alone")
-    only = parser.parse_args().only
+    parser.add_argument("--errors", action="store_true", help="measure bfloat16's errors of what is there, alone")
+    options = parser.parse_args()
     torch.set_num_threads(1)
     transformers.utils.logging.disable_progress_bar()
     for name, parameters in ROPES.items():
-        if only in (None, name):
+        if options.only in (None, name) and not options.errors:
             make_rope(name, parameters)
     for seed, (name, case) in enumerate(CASES.items()):
-        if only in (None, name):
+        if options.only not in (None, name):
+            continue
+        if not options.errors:
             make_case(name, case, seed)
+        note_errors(name, case)
 
 
 if __name__ == "__main__":
