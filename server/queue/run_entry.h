@@ -2,6 +2,7 @@
 #ifndef MESHFILL_SERVER_QUEUE_RUN_ENTRY_H_
 #define MESHFILL_SERVER_QUEUE_RUN_ENTRY_H_
 
+#include <algorithm>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -61,8 +62,11 @@ struct RunEntry {
   double RestOnAll(absl::Time now) const;
   bool CanMeetDeadline(absl::Time now) const;
   bool IsUrgent(absl::Time now) const { return urgent && CanMeetDeadline(now); }
-  // Whether it has waited or stood still for longer.
-  bool IsOlder(absl::Duration age, absl::Time now) const { return now - complete_at - Computed(now) > age; }
+  // For so long it has waited or stood still, since it is complete.
+  absl::Duration Stood(absl::Time now) const {
+    return std::max(absl::ZeroDuration(), now - complete_at - Computed(now));
+  }
+  bool IsOlder(absl::Duration age, absl::Time now) const { return Stood(now) > age; }
 };
 
 }  // namespace meshfill

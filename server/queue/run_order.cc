@@ -292,6 +292,8 @@ std::vector<RunOrder::Turn> RunOrder::RunAhead(absl::Time now, Ticket stop) {
 RunRank RunOrder::RankOf(Ticket ticket, const Entry& entry, const FreePlaces& places, absl::Time now) const {
   const double rest = std::max(kLeastRestSeconds, entry.RestOnAll(now));
   const double lead = leads_.at(entry.job.tenant);
+  const double waits = absl::ToDoubleSeconds(entry.Stood(now)) /
+                       (kPatience * std::max(kLeastRestSeconds, entry.job.work_seconds));
   const bool lives = entry.state == State::kLive && !entry.leaving;
   const bool may_begin =
       entry.state == State::kWaiting && !entry.put_back && places.HasOneFor(entry.job.work_seconds);
@@ -307,7 +309,7 @@ RunRank RunOrder::RankOf(Ticket ticket, const Entry& entry, const FreePlaces& pl
           .deadline = entry.job.deadline,
           .work_seconds = entry.job.work_seconds,
           .rest_seconds = rest,
-          .weighted_rest = std::log2(rest) + lead / kLeadSeconds - (entry.computes ? 1 : 0),
+          .weighted_rest = std::log2(rest / (1 + waits)) + lead / kLeadSeconds - (entry.computes ? 1 : 0),
           .complete_at = entry.complete_at};
 }
 

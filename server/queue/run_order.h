@@ -13,11 +13,13 @@
 //      They are taken as late as that can be: so late that all deadlines of a class are met, one after the
 //      other, with a quarter of each rest to spare. A tenant that has had kLeadSeconds more than another
 //      gets no such turns;
-//   4. the least log2(rest) + lead / kLeadSeconds. The rest is the predicted work that is left of it, or, of
-//      one that is over its prediction, by how much it is. The lead is the seconds that the ranks have
-//      computed for its tenant, by the tenant's weight. Shorter prompts go first, so they never wait for long
-//      ones; each kLeadSeconds that a tenant has had more than another make its prompts look twice as long.
-//      A tenant that comes starts where the one with the least stands;
+//   4. the least log2(rest) − log2(1 + waited / (kPatience · work)) + lead / kLeadSeconds. The rest is the
+//      predicted work that is left of it, or, of one that is over its prediction, by how much it is. What has
+//      waited or stood still for kPatience times its work looks half as long, so that those that are about
+//      as long go by arrival though their predictions were made at other times. The lead is the seconds that
+//      the ranks have computed for its tenant, by the tenant's weight. Shorter prompts go first, so they
+//      never wait for long ones; each kLeadSeconds that a tenant has had more than another make its prompts
+//      look twice as long. A tenant that comes starts where the one with the least stands;
 //   5. the order of arrival.
 // What uploads has no part in that, nor in anybody's lead, until it is complete.
 // What computes gives way only to what has a higher class or an urgent deadline, or at most half its (so
@@ -79,6 +81,7 @@ class RunOrder {
   using Ticket = RunTicket;
 
   static constexpr double kLeadSeconds = 5;
+  static constexpr double kPatience = 4;  // times its work
 
   struct Options {
     absl::Duration max_age = absl::Minutes(10);  // longest time that a prefill waits or stands still, in all

@@ -4,7 +4,7 @@
 Prints every figure with its bound, and whether it is met. With --workers N the pool has so many worker processes, and
 with --kill-every S one of them is killed and started again each S seconds. Many in flight on N workers are held against
 N servers of one worker each, on the same cores at once. The resident memory of an embedded pool is held against its
-budget. Ends with 1 where a request failed, whatever the speed; with --strict also where a bound
+budget. With --busy-start the machine is busy until a server is ready. Ends with 1 where a request failed, whatever the speed; with --strict also where a bound
 is not met. Takes minutes; with --short it is one of the ordinary tests.
 
 In a large model products are most of a short prompt, in a small one of default shape attention is nearly all of a long one. Wide
@@ -14,9 +14,10 @@ poisonous, as --heads 1 --head-dim 16 --layers 16 --hidden 64 --sliding-window 1
 
 Usage: load.py PATH_OF_MESHFILL [--short] [--scenario NAME]… [--seconds S] [--hidden N] [--intermediate N] [--heads N]
                [--head-dim N] [--layers N] [--sliding-window N] [--tokens N] [--memory-mib N] [--kv-mib N] [--ranks N | --workers N] [--kill-every S]
-               [--seed N] [--strict]
+               [--busy-start] [--seed N] [--strict]
 """
 import argparse
+import contextlib
 import json
 import os
 import pathlib
@@ -31,9 +32,22 @@ import threading
 from cli_harness import MESHFILL, run
 from pool_process import Process
 
-SCENARIOS = ("mix", "flight", "overload")
+SCENARIOS = ("mix", "flight", "overload", "flood", "alone")
 QUEUE_TOKENS = 4 << 20
 TOKEN_BYTES = 4  # of a prompt in the queue
+
+
+@contextlib.contextmanager
+def busy(machine):
+    """Keeps all cores busy meanwhile, twice over, where it is asked to."""
+    count = 2 * os.cpu_count() if machine else 0
+    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
 
 
 class Pool:
@@ -127,7 +141,8 @@ def show(said, kills):
 
 
 def load(scenario, arguments, folder):
-    pools = [Pool(arguments, folder, arguments.workers)]
+    with busy(arguments.busy_start):
+        pools = [Pool(arguments, folder, arguments.workers)]
     try:
         pool = pools[0]
         if scenario == "flight":
@@ -168,6 +183,7 @@ def main():
     parser.add_argument("--ranks", type=int, help="of the embedded pool")
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--kill-every", type=float, default=0, help="seconds")
+    parser.add_argument("--busy-start", action="store_true", help="servers start on a busy machine")
     parser.add_argument("--seed", type=int, default=random.randrange(2**31))
     parser.add_argument("--strict", action="store_true")
     short = dict(seconds=3, overload_seconds=0.3, hidden=64, layers=2, tokens=64, max_requests=24, in_flight=16, rounds=1,

@@ -104,7 +104,7 @@ class SchemasTest(CliTestCase):
     def test_bench_serve(self):
         server = Server("--config", self.config)
         try:
-            for scenario in ("mix", "flight", "overload"):
+            for scenario in ("mix", "flight", "overload", "flood", "alone"):
                 text = self.succeed("bench", "serve", "--server", server.address, "--scenario", scenario, "--json", "--tokens", 16,
                                     "--seconds", 0.5 if scenario == "mix" else 0.05, "--in-flight", 8, "--rounds", 1)
                 self.assertEqual(self.check(text, "bench", "serve")["scenario"], scenario)

@@ -9,15 +9,13 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_format.h"
 #include "absl/time/time.h"
 #include "kernels/return_if_error.h"
-#include "nlohmann/json.hpp"
 #include "server/cli/bench/load_clients.h"
 #include "server/cli/bench/load_figures.h"
+#include "server/cli/bench/load_report.h"
 #include "server/cli/client.h"
 #include "server/cli/commands/flags.h"
-#include "server/cli/progress_bar.h"
 #include "server/config/address.h"
 #include "server/config/config.h"
 
@@ -25,8 +23,8 @@ namespace meshfill {
 namespace {
 
 constexpr int kWarmUps = 20;
-constexpr int kMostAtOnce = 120;  // below a connection's streams (limits.max_streams)
-constexpr double kOverloadCounted = 0.9;
+constexpr int kMostAtOnce = 120;    // below a connection's streams (limits.max_streams)
+constexpr double kCounted = 0.9;    // of the prompts: the first that are answered
 constexpr size_t kAskedAgain = 20;  // answers under load that are compared with lone ones
 
 // What is promised of a server (docs/operating.md).
@@ -35,14 +33,19 @@ constexpr double kMostShortSlowdown = 10, kMostLongSlowdown = 3;
 constexpr double kMostMedianError = 0.1, kMostP95Error = 0.3, kMostDrift = 0.1;
 constexpr double kLeastFlightRatio = 0.97, kLeastOfLone = 0.9, kLeastGoodput = 0.95;
 constexpr double kMostRefusalSeconds = 0.01;
+constexpr double kLeastShare = 0.45, kMostLoneMedianError = 0.2;
+constexpr int kFloods = 8;  // times as many prompts of the tenant that floods as in flight
 
-enum class Scenario { kMix, kFlight, kOverload };
+enum class Scenario { kMix, kFlight, kOverload, kFlood, kAlone };
 
 absl::StatusOr<Scenario> ParseScenario(const std::string& text) {
   if (text == "mix") return Scenario::kMix;
   if (text == "flight") return Scenario::kFlight;
   if (text == "overload") return Scenario::kOverload;
-  return absl::InvalidArgumentError(absl::StrCat("'", text, "' is none of mix, flight and overload"));
+  if (text == "flood") return Scenario::kFlood;
+  if (text == "alone") return Scenario::kAlone;
+  return absl::InvalidArgumentError(
+      absl::StrCat("'", text, "' is none of mix, flight, overload, flood and alone"));
 }
 
 const char* NameOf(Scenario scenario) {
@@ -53,21 +56,12 @@ const char* NameOf(Scenario scenario) {
       return "flight";
     case Scenario::kOverload:
       return "overload";
+    case Scenario::kFlood:
+      return "flood";
+    case Scenario::kAlone:
+      return "alone";
   }
   return "?";
-}
-
-struct LengthFigures {
-  LoadClass of;
-  std::vector<double> slowdowns;    // TTFT over lone TTFT
-  std::vector<double> first_comes;  // TTFT over lone TTFT, if prompts were served first come, first served
-  // Wait and prefill; the same where only one of them were wrong.
-  std::vector<PredictedTime> predictions, wait_predictions, prefill_predictions;
-};
-
-nlohmann::ordered_json ErrorJson(const std::vector<PredictedTime>& times) {
-  const PredictionFigures figures = FiguresOf(times);
-  return {{"median", figures.median_error}, {"p95", figures.p95_error}, {"bias", figures.bias}};
 }
 
 // Other plans round otherwise: the best token of each may be another's second best.
@@ -84,6 +78,14 @@ double EndOf(const std::vector<LoadOutcome>& outcomes) {
   return end;
 }
 
+std::vector<double> EndsOf(const std::vector<LoadOutcome>& outcomes) {
+  std::vector<double> ends;
+  for (const LoadOutcome& outcome : outcomes) {
+    if (outcome.status.ok()) ends.push_back(outcome.ended_at);
+  }
+  return ends;
+}
+
 class BenchServeCommand : public Command {
  public:
   explicit BenchServeCommand(CLI::App& parent)
@@ -91,8 +93,9 @@ class BenchServeCommand : public Command {
     server_.address = kDefaultListen;
     AddServerOption(*app_, server_, "The server")->default_str(server_.address);
     AddConnectionOptions(*app_, server_);
-    AddParsedOption(*app_, "--scenario", scenario_, ParseScenario, "mix|flight|overload",
-                    "Lengths mixed; many at once against one after the other; more than it can do")
+    AddParsedOption(*app_, "--scenario", scenario_, ParseScenario, "mix|flight|overload|flood|alone",
+                    "Lengths mixed; many at once against one after the other; more than it can do; one "
+                    "tenant with many beside another; one after the other, as predicted")
         ->required();
     AddCount(*app_, "--tokens", tokens_, "Of a prompt; the mix has ones of 16 and 128 times as many, too");
     app_->add_option("--seconds", seconds_, "While prompts come")
@@ -138,17 +141,29 @@ class BenchServeCommand : public Command {
       case Scenario::kOverload:
         RETURN_IF_ERROR(RunOverload());
         break;
+      case Scenario::kFlood:
+        RunFlood();
+        break;
+      case Scenario::kAlone:
+        RunAlone();
+        break;
     }
-    std::fputs(json_ ? Json().c_str() : Text().c_str(), stdout);
+    report_.scenario = NameOf(scenario_);
+    std::fputs(json_ ? JsonOf(report_).c_str() : TextOf(report_).c_str(), stdout);
     return absl::OkStatus();
   }
 
  private:
   // ---- Sending.
   std::vector<LoadOutcome> Send(const std::vector<LoadPrompt>& prompts, int most_at_once) {
+    return SendLoad(*channel_, prompts, NextLoad(prompts.size(), most_at_once));
+  }
+
+  // No prompt is sent twice.
+  LoadOptions NextLoad(size_t prompts, int most_at_once) {
     const uint64_t seed = seed_;
-    seed_ += prompts.size();  // no prompt is sent twice
-    return SendLoad(*channel_, prompts, {.vocab = vocab_, .most_at_once = most_at_once, .seed = seed});
+    seed_ += prompts;
+    return {.vocab = vocab_, .most_at_once = most_at_once, .seed = seed};
   }
 
   // Runs `at_once` prompts at a time. Seconds until the last one ended, or the first error.
@@ -187,25 +202,25 @@ class BenchServeCommand : public Command {
 
   // Counts what failed and what was refused.
   void Count(const std::vector<LoadOutcome>& outcomes) {
-    requests_ = outcomes.size();
-    load_seconds_ = EndOf(outcomes);
+    report_.requests = outcomes.size();
+    report_.seconds = EndOf(outcomes);
     for (const LoadOutcome& outcome : outcomes) {
-      refusal_seconds_.insert(refusal_seconds_.end(), outcome.refusal_seconds.begin(),
-                              outcome.refusal_seconds.end());
+      report_.refusal_seconds.insert(report_.refusal_seconds.end(), outcome.refusal_seconds.begin(),
+                                     outcome.refusal_seconds.end());
       most_refusals_ = std::max(most_refusals_, outcome.refusal_seconds.size());
       if (outcome.status.ok()) continue;
-      if (failed_++ == 0) std::fprintf(stderr, "%s\n", outcome.status.ToString().c_str());
+      if (report_.failed++ == 0) std::fprintf(stderr, "%s\n", outcome.status.ToString().c_str());
     }
-    checks_.push_back(
-        {.name = "failed", .value = static_cast<double>(failed_), .at_least = {}, .at_most = 0});
+    report_.checks.push_back(
+        {.name = "failed", .value = static_cast<double>(report_.failed), .at_least = {}, .at_most = 0});
   }
 
-  void Figure(const std::string& name, double value) { figures_.emplace_back(name, value); }
+  void Figure(const std::string& name, double value) { report_.figures.emplace_back(name, value); }
   void AtMost(const std::string& name, double value, double bound) {
-    checks_.push_back({.name = name, .value = value, .at_least = {}, .at_most = bound});
+    report_.checks.push_back({.name = name, .value = value, .at_least = {}, .at_most = bound});
   }
   void AtLeast(const std::string& name, double value, double bound) {
-    checks_.push_back({.name = name, .value = value, .at_least = bound, .at_most = {}});
+    report_.checks.push_back({.name = name, .value = value, .at_least = bound, .at_most = {}});
   }
 
   // ---- Scenarios.
@@ -233,14 +248,14 @@ class BenchServeCommand : public Command {
     Count(outcomes);
     RETURN_IF_ERROR(measure_lone());  // what else the machine does may have changed
 
-    for (const LoadClass& each : classes) lengths_.push_back({.of = each});
+    for (const LoadClass& each : classes) report_.lengths.push_back({.of = each});
     const std::vector<double> first_comes = FirstComeFirstServed(prompts, classes);
     std::vector<PredictedTime> predictions;
     for (size_t i = 0; i < prompts.size(); ++i) {
       if (!outcomes[i].status.ok()) continue;
-      const auto length = std::find_if(lengths_.begin(), lengths_.end(), [&](const LengthFigures& each) {
-        return each.of.tokens == prompts[i].tokens;
-      });
+      const auto length =
+          std::find_if(report_.lengths.begin(), report_.lengths.end(),
+                       [&](const LengthFigures& each) { return each.of.tokens == prompts[i].tokens; });
       length->slowdowns.push_back((outcomes[i].ended_at - prompts[i].due_seconds) / length->of.lone_seconds);
       length->first_comes.push_back(first_comes[i] / length->of.lone_seconds);
       const LoadOutcome& of = outcomes[i];
@@ -257,8 +272,8 @@ class BenchServeCommand : public Command {
       if (length.slowdowns.empty()) return;
       AtMost(absl::StrCat("slowdown_p99_of_", length.of.tokens), Percentile(length.slowdowns, 0.99), bound);
     };
-    check_slowdown(lengths_.front(), kMostShortSlowdown);
-    check_slowdown(lengths_.back(), kMostLongSlowdown);
+    check_slowdown(report_.lengths.front(), kMostShortSlowdown);
+    check_slowdown(report_.lengths.back(), kMostLongSlowdown);
     if (predictions.empty()) return absl::OkStatus();
     AtMost("answers_that_differ", AnswersThatDiffer(prompts, outcomes, seed), 0);
     const PredictionFigures figures = FiguresOf(predictions);
@@ -277,13 +292,13 @@ class BenchServeCommand : public Command {
       in_turn.push_back(turn_seconds);
       together.push_back(seconds);
       ratios.push_back(turn_seconds / seconds);
-      load_seconds_ += seconds;
+      report_.seconds += seconds;
       if (lone_.empty()) continue;
       ASSIGN_OR_RETURN(const double lone_speed, LoneTokensPerSecond());
       lone.push_back(lone_speed);
       of_lone.push_back(static_cast<double>(tokens_) * in_flight_ / seconds / lone_speed);
     }
-    requests_ = static_cast<size_t>(in_flight_) * rounds_;
+    report_.requests = static_cast<size_t>(in_flight_) * rounds_;
     const double tokens = static_cast<double>(tokens_) * in_flight_;
     Figure("tokens_per_second", tokens / Percentile(together, 0.5));
     Figure("one_after_the_other_tokens_per_second", tokens / Percentile(in_turn, 0.5));
@@ -337,92 +352,55 @@ class BenchServeCommand : public Command {
     if (prompts.empty()) return absl::InvalidArgumentError("no prompt comes in that time; raise --seconds");
     const std::vector<LoadOutcome> outcomes = Send(prompts, kMostAtOnce);
     Count(outcomes);
-    std::vector<double> ends;
-    for (const LoadOutcome& outcome : outcomes) {
-      if (outcome.status.ok()) ends.push_back(outcome.ended_at);
-    }
+    const std::vector<double> ends = EndsOf(outcomes);
     const double best = static_cast<double>(tokens_) / only.lone_seconds;
     Figure("best_tokens_per_second", best);
     Figure("most_refusals_of_one", static_cast<double>(most_refusals_));
     if (!ends.empty()) {
-      const double counted = kOverloadCounted * static_cast<double>(ends.size());
-      const double goodput = static_cast<double>(tokens_) * counted / Percentile(ends, kOverloadCounted);
+      const double counted = kCounted * static_cast<double>(ends.size());
+      const double goodput = static_cast<double>(tokens_) * counted / Percentile(ends, kCounted);
       Figure("tokens_per_second", goodput);
       AtLeast("of_the_best", goodput / best, kLeastGoodput);
     }
-    if (refusal_seconds_.empty()) return absl::OkStatus();
-    Figure("refusal_seconds_median", Percentile(refusal_seconds_, 0.5));
-    AtMost("refusal_seconds_p99", Percentile(refusal_seconds_, 0.99), kMostRefusalSeconds);
+    if (report_.refusal_seconds.empty()) return absl::OkStatus();
+    Figure("report_.refusal_secondsmedian", Percentile(report_.refusal_seconds, 0.5));
+    AtMost("report_.refusal_secondsp99", Percentile(report_.refusal_seconds, 0.99), kMostRefusalSeconds);
     return absl::OkStatus();
   }
 
-  // ---- What it prints.
-  std::string Json() const {
-    const auto percentiles = [](const std::vector<double>& values) -> nlohmann::ordered_json {
-      return {{"median", Percentile(values, 0.5)}, {"p99", Percentile(values, 0.99)}};
-    };
-    nlohmann::ordered_json json = {{"scenario", NameOf(scenario_)},
-                                   {"requests", requests_},
-                                   {"failed", failed_},
-                                   {"refusals", refusal_seconds_.size()},
-                                   {"seconds", load_seconds_},
-                                   {"lengths", nlohmann::ordered_json::array()},
-                                   {"figures", nlohmann::ordered_json::object()},
-                                   {"checks", nlohmann::ordered_json::array()}};
-    for (const LengthFigures& length : lengths_) {
-      nlohmann::ordered_json& each = json["lengths"].emplace_back();
-      each = {{"tokens", length.of.tokens},
-              {"requests", length.slowdowns.size()},
-              {"lone_seconds", length.of.lone_seconds}};
-      if (length.slowdowns.empty()) continue;
-      each["slowdown"] = percentiles(length.slowdowns);
-      each["first_come_first_served"] = percentiles(length.first_comes);
-      each["prediction_error"] = {{"all", ErrorJson(length.predictions)},
-                                  {"of_wait", ErrorJson(length.wait_predictions)},
-                                  {"of_prefill", ErrorJson(length.prefill_predictions)}};
-    }
-    for (const auto& [name, value] : figures_) json["figures"][name] = value;
-    for (const LoadCheck& check : checks_) {
-      nlohmann::ordered_json& each = json["checks"].emplace_back();
-      each = {{"name", check.name}, {"value", check.value}};
-      if (check.at_least.has_value()) each["at_least"] = *check.at_least;
-      if (check.at_most.has_value()) each["at_most"] = *check.at_most;
-      each["met"] = check.met();
-    }
-    return absl::StrCat(json.dump(), "\n");
+  // Both tenants send all at once, and what is refused again: until the one with fewer prompts has ended.
+  void RunFlood() {
+    const LoadPrompt prompt = {.due_seconds = 0, .tokens = tokens_, .tenant = "flood"};
+    const std::vector<LoadPrompt> flood(static_cast<size_t>(kFloods) * in_flight_, prompt);
+    std::vector<LoadPrompt> others(static_cast<size_t>(in_flight_), prompt);
+    for (LoadPrompt& other : others) other.tenant = "other";
+    const LoadOptions flood_options = NextLoad(flood.size(), kMostAtOnce / 2);
+    std::vector<LoadOutcome> outcomes;
+    std::thread floods([&] { outcomes = SendLoad(*channel_, flood, flood_options); });
+    const std::vector<LoadOutcome> of_others = Send(others, kMostAtOnce / 2);
+    floods.join();
+    const double share = ShareOf(EndsOf(of_others), EndsOf(outcomes), kCounted);
+    outcomes.insert(outcomes.end(), of_others.begin(), of_others.end());
+    Count(outcomes);
+    AtLeast("share_of_the_other", share, kLeastShare);
   }
 
-  std::string Text() const {
-    std::string text =
-        absl::StrFormat("%s: %d requests in %s, %d failed, %d tries refused\n", NameOf(scenario_), requests_,
-                        FormatSeconds(load_seconds_), failed_, refusal_seconds_.size());
-    for (const LengthFigures& length : lengths_) {
-      absl::StrAppendFormat(&text, "%d tokens, alone %s: %d", length.of.tokens,
-                            FormatSeconds(length.of.lone_seconds), length.slowdowns.size());
-      if (!length.slowdowns.empty()) {
-        absl::StrAppendFormat(
-            &text,
-            ", slowdown median %.3g, 99th percentile %.3g; first come, first served: %.3g, %.3g (calculated)",
-            Percentile(length.slowdowns, 0.5), Percentile(length.slowdowns, 0.99),
-            Percentile(length.first_comes, 0.5), Percentile(length.first_comes, 0.99));
-        for (const auto& [name, times] : {std::pair{"predictions off", &length.predictions},
-                                          std::pair{"by the wait", &length.wait_predictions},
-                                          std::pair{"by the prefill", &length.prefill_predictions}}) {
-          const PredictionFigures figures = FiguresOf(*times);
-          absl::StrAppendFormat(&text, "; %s: median %.3g, 95th percentile %.3g, bias %+.3g", name,
-                                figures.median_error, figures.p95_error, figures.bias);
-        }
-      }
-      absl::StrAppend(&text, "\n");
+  // After the warm-ups, from which a server learns what it measured wrongly at its start.
+  void RunAlone() {
+    const std::vector<LoadPrompt> prompts(static_cast<size_t>(in_flight_),
+                                          {.due_seconds = 0, .tokens = tokens_, .tenant = ""});
+    const std::vector<LoadOutcome> outcomes = Send(prompts, 1);
+    Count(outcomes);
+    std::vector<PredictedTime> predictions;
+    for (const LoadOutcome& of : outcomes) {
+      if (!of.status.ok()) continue;
+      predictions.push_back({.predicted_seconds = of.predicted_wait_seconds + of.predicted_prefill_seconds,
+                             .real_seconds = of.ended_at - of.accepted_at});
     }
-    for (const auto& [name, value] : figures_) absl::StrAppendFormat(&text, "%s %.4g\n", name, value);
-    for (const LoadCheck& check : checks_) {
-      absl::StrAppendFormat(&text, "%-24s %8.4g  %s %g: %s\n", check.name, check.value,
-                            check.at_least.has_value() ? "at least" : "at most",
-                            check.at_least.has_value() ? *check.at_least : *check.at_most,
-                            check.met() ? "met" : "NOT MET");
-    }
-    return text;
+    if (predictions.empty()) return;
+    const PredictionFigures figures = FiguresOf(predictions);
+    Figure("prediction_bias", figures.bias);
+    AtMost("prediction_median_error", figures.median_error, kMostLoneMedianError);
   }
 
   ServerOptions server_;
@@ -439,14 +417,8 @@ class BenchServeCommand : public Command {
   std::optional<ServerChannel> channel_;
   std::vector<ServerChannel> lone_channels_;
   uint32_t vocab_ = 0;
-  size_t requests_ = 0;
-  int failed_ = 0;
-  double load_seconds_ = 0;
-  std::vector<double> refusal_seconds_;
   size_t most_refusals_ = 0;  // most refusals of one prompt
-  std::vector<LengthFigures> lengths_;
-  std::vector<std::pair<std::string, double>> figures_;
-  std::vector<LoadCheck> checks_;
+  LoadReport report_;
 };
 
 }  // namespace

@@ -21,19 +21,24 @@ std::vector<LoadPrompt> PoissonPrompts(std::span<const LoadClass> classes, doubl
                                        uint64_t seed) {
   std::mt19937_64 random(seed);
   double mean_seconds = 0;
-  std::vector<double> shares;
-  for (const LoadClass& each : classes) {
-    mean_seconds += each.share * each.lone_seconds;
-    shares.push_back(each.share);
-  }
-  std::exponential_distribution<double> until_next(load / mean_seconds);
-  std::discrete_distribution<size_t> kind(shares.begin(), shares.end());
+  for (const LoadClass& each : classes) mean_seconds += each.share * each.lone_seconds;
+  const double count = load * seconds / mean_seconds;
+  std::uniform_real_distribution<double> moment(0, seconds);
+  std::uniform_real_distribution<double> part(0, 1);
   std::bernoulli_distribution second_tenant(0.5);
   std::vector<LoadPrompt> prompts;
-  for (double now = until_next(random); now < seconds; now += until_next(random)) {
-    const int64_t tokens = classes[kind(random)].tokens;
-    prompts.push_back({.due_seconds = now, .tokens = tokens, .tenant = second_tenant(random) ? "b" : "a"});
+  for (const LoadClass& each : classes) {
+    // What is left of a whole prompt is one at random.
+    const auto of_class = static_cast<size_t>(each.share * count + part(random));
+    for (size_t i = 0; i < of_class; ++i) {
+      prompts.push_back({.due_seconds = moment(random),
+                         .tokens = each.tokens,
+                         .tenant = second_tenant(random) ? "b" : "a"});
+    }
   }
+  std::stable_sort(prompts.begin(), prompts.end(), [](const LoadPrompt& one, const LoadPrompt& other) {
+    return one.due_seconds < other.due_seconds;
+  });
   return prompts;
 }
 
@@ -54,6 +59,15 @@ double Percentile(std::vector<double> values, double share) {
   std::sort(values.begin(), values.end());
   const double place = std::ceil(share * static_cast<double>(values.size())) - 1;
   return values[static_cast<size_t>(std::max(0.0, place))];
+}
+
+double ShareOf(const std::vector<double>& ends, const std::vector<double>& beside, double counted) {
+  if (ends.empty()) return 0;
+  const double end = Percentile(ends, counted);
+  const auto until_end = [end](const std::vector<double>& of) {
+    return static_cast<double>(std::count_if(of.begin(), of.end(), [end](double at) { return at <= end; }));
+  };
+  return until_end(ends) / (until_end(ends) + until_end(beside));
 }
 
 PredictionFigures FiguresOf(std::span<const PredictedTime> times) {

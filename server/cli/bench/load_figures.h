@@ -24,8 +24,10 @@ struct LoadClass {
   double lone_seconds = 0;
 };
 
-// Prompts come at random, independent moments of [0, seconds), in order: as many as keep a server that
-// serves one at a time busy for `load` of the time. Each is of a random class and of tenant "a" or "b".
+// Prompts come at random, independent moments of [0, seconds), in order: a Poisson process, given that as
+// many of each class come as keep a server that serves one at a time busy for `load` of the time, to the next
+// whole number. (With numbers drawn, too, a few long prompts more would double the load.) Each is of tenant
+// "a" or "b", at random.
 std::vector<LoadPrompt> PoissonPrompts(std::span<const LoadClass> classes, double load, double seconds,
                                        uint64_t seed);
 
@@ -36,6 +38,11 @@ std::vector<double> FirstComeFirstServed(std::span<const LoadPrompt> prompts,
 
 // The smallest value that `share` of the values do not exceed. `values` is not empty.
 double Percentile(std::vector<double> values, double share);
+
+// The part of the answers that came at `ends` among these and those that came at `beside`, until `counted` of
+// `ends`: the last prompts of a tenant may come again one by one, as they were told to. 0: there are no
+// `ends`.
+double ShareOf(const std::vector<double>& ends, const std::vector<double>& beside, double counted);
 
 // What was predicted, and what it took: by time.
 struct PredictedTime {

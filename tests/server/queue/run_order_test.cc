@@ -175,11 +175,37 @@ TEST(RunOrder, WhatIsOverItsPredictionGivesWay) {
   order.Announce(2, {.tenant = "t", .work_seconds = 0.5}, At(10));
   order.Complete(2, At(10));
   EXPECT_EQ(order.Choose(At(10)), 1u);  // as good as done
-  EXPECT_EQ(order.Choose(At(10.9)), 1u);
-  EXPECT_NEAR(order.RestSeconds(1, At(10.9)), 0.9, 1e-9);
-  EXPECT_EQ(order.Choose(At(11.1)), 2u);
+  // Half of the rest, x, is the other's work as it looks after x seconds, 0.5 / (1 + x / (4 · 0.5)), at 0.73.
+  EXPECT_EQ(order.Choose(At(10.7)), 1u);
+  EXPECT_NEAR(order.RestSeconds(1, At(10.7)), 0.7, 1e-9);
+  EXPECT_EQ(order.Choose(At(10.8)), 2u);
   order.Remove(2, At(11.6));
   EXPECT_EQ(order.Choose(At(11.6)), 1u);
+}
+
+// A prompt was predicted 1.4 times as long as those that come after it, and is as long as they are.
+TEST(RunOrder, WhatIsAboutAsLongGoesByArrival) {
+  constexpr double kWork = 0.1;
+  RunOrder order({.most_live = 8});
+  order.Announce(1, {.tenant = "t", .work_seconds = 1.4 * kWork}, At(0));
+  order.Complete(1, At(0));
+  // Three always wait: the one that has begun ends, and another one comes.
+  uint64_t last = 1;
+  const auto comes = [&](double now) {
+    order.Announce(++last, {.tenant = "t", .work_seconds = kWork}, At(now));
+    order.Complete(last, At(now));
+  };
+  comes(0);
+  comes(0);
+  int ended_before = 0;
+  for (double now = 0; ended_before < 100; now += kWork, ++ended_before) {
+    const uint64_t turn = order.Choose(At(now));
+    if (turn == 1) break;
+    order.Remove(turn, At(now + kWork));
+    comes(now + kWork);
+  }
+  EXPECT_GE(ended_before, 2);
+  EXPECT_LE(ended_before, 10);
 }
 
 // Of two alike, one ends as early as it can: they do not take turns.
@@ -490,8 +516,10 @@ TEST(RunOrder, NothingGivesWayWhereOneLives) {
 }
 
 // What is predicted of a prompt that comes is what happens, if nothing else comes.
+// Ranks change while prompts wait, and are looked at again each 0.1 s: so some turn may come otherwise.
 TEST(RunOrder, PredictsTheWait) {
   std::mt19937_64 random(TestSeed());
+  int wrong = 0;
   for (int draw = 0; draw < 200; ++draw) {
     RunOrder order({.max_age = absl::Hours(1), .most_live = Draw(random, 1, 8)});
     std::map<Ticket, double> rest;
@@ -528,8 +556,9 @@ TEST(RunOrder, PredictsTheWait) {
     const double added_at = now;
     add(11, job);
     while (order.Choose(At(now)) != 11) compute(0.01);
-    EXPECT_NEAR(now - added_at, predicted, 0.02 + 1e-6);
+    if (std::abs(now - added_at - predicted) > 0.02 + 1e-6) ++wrong;
   }
+  EXPECT_LE(wrong, 4) << "of 200";
 }
 
 TEST(RunOrder, AWeightIsAShare) {

@@ -198,7 +198,7 @@ TEST(Bench, RefusesNumbersOutOfTheirRange) {
             "--repeats: '0' is no whole number of 1 or more");
   EXPECT_EQ(refused({"layer", "--threads", "0"}), "--threads: '0' is no whole number of 1 or more");
   EXPECT_EQ(refused({"serve", "--scenario", "rest"}),
-            "--scenario: 'rest' is none of mix, flight and overload");
+            "--scenario: 'rest' is none of mix, flight, overload, flood and alone");
   EXPECT_EQ(refused({"serve", "--scenario", "mix", "--seconds", "0"}), "--seconds: '0' is no number above 0");
   EXPECT_EQ(refused({"serve", "--scenario", "mix", "--load", "-1"}), "--load: '-1' is no number above 0");
 }

@@ -205,6 +205,31 @@ TEST(BenchServe, OverloadCountsRefusalsAndWhatGetsThrough) {
       << "the first nine of ten prompts have ended before the last";
 }
 
+TEST(BenchServe, AFloodCountsWhatTheOtherTenantGets) {
+  MadeUpServer server;
+  const json said = BenchJson(server, "flood", {"--in-flight", "10"});
+  EXPECT_EQ(said["scenario"], "flood");
+  EXPECT_EQ(said["requests"], 90);
+  EXPECT_EQ(server.prompts().size(), kWarmUps + 90u);
+  const auto checks = ChecksOf(said);
+  EXPECT_EQ(checks.at("failed").first, 0);
+  EXPECT_EQ(checks.at("share_of_the_other").second, 0.45);
+  EXPECT_GE(checks.at("share_of_the_other").first, 9.0 / 89)
+      << "9 of its 10 beside at most all of the others";
+  EXPECT_LE(checks.at("share_of_the_other").first, 1);
+}
+
+TEST(BenchServe, AloneJudgesPredictions) {
+  MadeUpServer server;
+  const json said = BenchJson(server, "alone", {"--in-flight", "3"});
+  EXPECT_EQ(said["scenario"], "alone");
+  EXPECT_EQ(server.prompts().size(), kWarmUps + 3u);
+  const auto checks = ChecksOf(said);
+  EXPECT_EQ(checks.at("prediction_median_error").second, 0.2);
+  EXPECT_GE(checks.at("prediction_median_error").first,
+            std::abs(said["figures"]["prediction_bias"].get<double>()) - 1e-9);
+}
+
 TEST(BenchServe, RefusesAServerThatLoadsAndALoadWithoutPrompts) {
   MadeUpServer server;
   EXPECT_EQ(Bench(server, "mix", {"--seconds", "1e-12"}).status.message(),

@@ -94,6 +94,13 @@ TEST(LoadFigures, PercentilesAreValuesThatSoManyDoNotExceed) {
   }
 }
 
+TEST(LoadFigures, AShareIsCountedWhileBothHaveSome) {
+  EXPECT_EQ(ShareOf({}, {1, 2}, 0.5), 0);
+  EXPECT_EQ(ShareOf({3, 1, 2, 40}, {0.5, 3, 3.5, 39}, 0.75), 0.6) << "until 3";
+  EXPECT_EQ(ShareOf({3, 1, 2, 40}, {0.5, 3, 3.5, 39}, 1), 0.5) << "until 40";
+  EXPECT_EQ(ShareOf({1, 2}, {}, 0.5), 1);
+}
+
 TEST(LoadFigures, PredictionsAreJudgedByWhatCame) {
   std::vector<PredictedTime> times;
   for (int i = 0; i < 300; ++i) {
