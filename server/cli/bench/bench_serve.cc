@@ -363,8 +363,8 @@ class BenchServeCommand : public Command {
       AtLeast("of_the_best", goodput / best, kLeastGoodput);
     }
     if (report_.refusal_seconds.empty()) return absl::OkStatus();
-    Figure("report_.refusal_secondsmedian", Percentile(report_.refusal_seconds, 0.5));
-    AtMost("report_.refusal_secondsp99", Percentile(report_.refusal_seconds, 0.99), kMostRefusalSeconds);
+    Figure("refusal_seconds_median", Percentile(report_.refusal_seconds, 0.5));
+    AtMost("refusal_seconds_p99", Percentile(report_.refusal_seconds, 0.99), kMostRefusalSeconds);
     return absl::OkStatus();
   }
 
