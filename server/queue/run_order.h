@@ -81,7 +81,7 @@ class RunOrder {
   using Ticket = RunTicket;
 
   static constexpr double kLeadSeconds = 5;
-  static constexpr double kPatience = 4;  // times its work
+  static constexpr double kPatience = 16;  // times its work
 
   struct Options {
     absl::Duration max_age = absl::Minutes(10);  // longest time that a prefill waits or stands still, in all

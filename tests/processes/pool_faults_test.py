@@ -214,7 +214,7 @@ class PoolFaultsTest(PoolTestCase):
         self.workers("a")
         self.worker_behind(flip_a_token, "b").wait_for("joined the pool")
         prompt = self.tmp / "small.ids"  # ids of one byte each on the wire
-        prompt.write_text(" ".join(str(self.random.randrange(128)) for _ in range(300)))
+        prompt.write_text(" ".join(str(self.random.randrange(128)) for _ in range(6000)))
         result = self.prefill(prompt)
         self.leader.wait_for('worker "b" is lost: "it prepared another run than the one it was sent')
         self.expect_answer(result, prompt)

