@@ -18,7 +18,7 @@
 //      waited or stood still for kPatience times its work looks half as long, so that those that are about
 //      as long go by arrival though their predictions were made at other times. The lead is the seconds that
 //      the ranks have computed for its tenant, by the tenant's weight. Shorter prompts go first, so they
-//      never wait for long ones; each kLeadSeconds that a tenant has had more than another make its prompts
+//      do not wait for long ones; each kLeadSeconds that a tenant has had more than another make its prompts
 //      look twice as long. A tenant that comes starts where the one with the least stands;
 //   5. the order of arrival.
 // What uploads has no part in that, nor in anybody's lead, until it is complete.

@@ -398,9 +398,7 @@ class BenchServeCommand : public Command {
                              .real_seconds = of.ended_at - of.accepted_at});
     }
     if (predictions.empty()) return;
-    const PredictionFigures figures = FiguresOf(predictions);
-    Figure("prediction_bias", figures.bias);
-    AtMost("prediction_median_error", figures.median_error, kMostLoneMedianError);
+    AtMost("prediction_median_error", FiguresOf(predictions).median_error, kMostLoneMedianError);
   }
 
   ServerOptions server_;

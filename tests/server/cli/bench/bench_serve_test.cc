@@ -226,8 +226,7 @@ TEST(BenchServe, AloneJudgesPredictions) {
   EXPECT_EQ(server.prompts().size(), kWarmUps + 3u);
   const auto checks = ChecksOf(said);
   EXPECT_EQ(checks.at("prediction_median_error").second, 0.2);
-  EXPECT_GE(checks.at("prediction_median_error").first,
-            std::abs(said["figures"]["prediction_bias"].get<double>()) - 1e-9);
+  EXPECT_GT(checks.at("prediction_median_error").first, 1) << "0.75 s of milliseconds";
 }
 
 TEST(BenchServe, RefusesAServerThatLoadsAndALoadWithoutPrompts) {
