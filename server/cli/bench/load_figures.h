@@ -26,7 +26,7 @@ struct LoadClass {
 
 // Prompts come at random, independent moments of [0, seconds), in order: a Poisson process, given that as
 // many of each class come as keep a server that serves one at a time busy for `load` of the time, to the next
-// whole number. (With numbers drawn, too, a few long prompts more would double the load.) Each is of tenant
+// whole number. (With numbers drawn, too, a few long prompts more would change the load.) Each is of tenant
 // "a" or "b", at random.
 std::vector<LoadPrompt> PoissonPrompts(std::span<const LoadClass> classes, double load, double seconds,
                                        uint64_t seed);
