@@ -55,7 +55,7 @@ class Accepted:
     predicted_seconds: float  # without the queue
     plan: PlanSummary
     kv_lease: str  # with keep_kv: fetch_kv may begin now; else ""
-    predicted_queue_seconds: float = 0.0  # until its turn, if nothing else comes and there is memory then
+    predicted_queue_seconds: float = 0.0  # until its turn and of its pauses, if there is memory then
 
     @classmethod
     def from_proto(cls, message) -> "Accepted":

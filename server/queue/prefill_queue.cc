@@ -170,10 +170,11 @@ absl::StatusOr<PrefillQueue::Turn> PrefillQueue::Submit(uint64_t ticket, std::ve
   order_.Complete(ticket, job.submitted_at);
   const std::vector<RunOrder::Turn> turns = order_.TurnsUpTo(ticket, job.submitted_at);
   const RunOrder::Turn& own = turns.back();
-  const Turn turn = {.before = CountBefore(turns),
-                     .wait_seconds = own.begins_seconds,
-                     .submeshes = own.submeshes,
-                     .pass_seconds = own.pack_prompts > 1 ? own.ends_seconds - own.begins_seconds : 0};
+  const Turn turn = {
+      .before = CountBefore(turns),
+      .wait_seconds = own.begins_seconds + order_.LikelyEndSeconds(own, job.submitted_at) - own.ends_seconds,
+      .submeshes = own.submeshes,
+      .pass_seconds = own.pack_prompts > 1 ? own.ends_seconds - own.begins_seconds : 0};
   GiveTurn();
   PublishCount();
   changed_.NotifyAll();  // there may be turns to look at from now on
@@ -548,7 +549,7 @@ PrefillQueue::Snapshot PrefillQueue::snapshot() const {
                              .phase = PhaseOf(ticket, job),
                              .tokens = job.request.tokens,
                              .elapsed_seconds = absl::ToDoubleSeconds(now - since),
-                             .predicted_rest_seconds = turn.ends_seconds,
+                             .predicted_rest_seconds = order_.LikelyEndSeconds(turn, now),
                              .layers_done = job.layers_done,
                              .layers = !job.begun       ? 0
                                        : job.layers > 0 ? job.layers

@@ -9,7 +9,7 @@
 //
 // A place is taken when the header comes, so that uploads are bounded too: QueueRoom says whether a request
 // may enter, and which others lose their places to it before they have begun. Others wait for an upload once
-// half of it has come. What is predicted of a request is what RunOrder would do if nothing else came.
+// half of it has come. Whether a request is let in goes by what RunOrder would do if nothing else came.
 //
 // Thread-safe. Waiters are called from the queue's threads, one for each prefill that may live in the engine,
 // from the engine's threads, or from whoever takes their places, never under the queue's lock.
@@ -69,10 +69,10 @@ class PrefillQueue {
     virtual void OnPrefillDone(absl::StatusOr<PrefillResult> result, double queue_seconds) = 0;
   };
 
-  // Where a complete prompt stands, if nothing else comes.
+  // Where a complete prompt stands.
   struct Turn {
     int before = 0;           // requests that it waits for, running ones included
-    double wait_seconds = 0;  // predicted until its turn
+    double wait_seconds = 0;  // predicted until its turn and of its pauses (RunOrder::LikelyEndSeconds)
     int submeshes = 1;        // it runs on one of so many
     double pass_seconds = 0;  // predicted, of the pass that it shares; 0: it shares none
   };

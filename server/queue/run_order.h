@@ -54,7 +54,7 @@
 // Those in a pack begin together, compute together and stand still together, and count as one that lives. The
 // pack stands in the order where the first of them does. Each is charged its share of the devices' seconds.
 //
-// What is to come is told by running this very order ahead.
+// What is to come is told by running this very order ahead, as if nothing else came.
 //
 //     Announce ──► Complete ──► [waits] ──Choose──► [lives: computes or stands still] ──► Remove
 //                                  ◄────PutBack────┘  (no memory beside the others)
@@ -71,6 +71,7 @@
 #include "engine/prefill_engine.h"
 #include "server/queue/free_places.h"
 #include "server/queue/gang_choice.h"
+#include "server/queue/recent_work.h"
 #include "server/queue/run_entry.h"
 #include "server/queue/run_rank.h"
 
@@ -152,6 +153,8 @@ class RunOrder {
   std::vector<Turn> Turns(absl::Time now) const;
   // The same up to `ticket`, which is complete: its turn is the last, and ends as if nothing else computed.
   std::vector<Turn> TurnsUpTo(Ticket ticket, absl::Time now) const;
+  // The turn's ends_seconds, if what goes before it keeps coming as in the last minutes (recent_work.h).
+  double LikelyEndSeconds(const Turn& turn, absl::Time now) const;
   // Seconds until `job`, added now, would begin. Uploads that are paid for are taken to be complete; others
   // count for nothing.
   double WaitSeconds(const Job& job, absl::Time now) const;
@@ -185,6 +188,7 @@ class RunOrder {
   Elder elder_;
   uint64_t last_pack_ = 0;
   std::map<std::string, double> leads_;  // by tenant: seconds computed for it
+  RecentWork recent_;
 };
 
 }  // namespace meshfill

@@ -317,6 +317,28 @@ TEST_F(PrefillQueueTimeTest, WaitsAreCountedFromTheSubmitToTheBegin) {
   EXPECT_EQ(Metric("meshfill_prefill_seconds_count"), 2);
 }
 
+// They have had half of the last two minutes: who waits is told to wait for as many again.
+TEST_F(PrefillQueueTimeTest, WhoWaitsIsToldOfShorterOnesThatKeepComing) {
+  MakeQueue();
+  const auto short_one = Run(10);
+  Pass(absl::Seconds(60));
+  engine_.Release();
+  ASSERT_TRUE(running_->Result().ok());
+  engine_.Hold(0);
+  auto runs = Reserve({.id = "runs too", .tokens = 3, .predicted_seconds = 100});
+  Submit(*runs, 2, std::make_shared<RecordingWaiter>());
+  ASSERT_TRUE(engine_.WaitForBegun(2));
+  auto waits = Reserve({.id = "waits", .tokens = 3, .predicted_seconds = 200});
+  const auto turn = waits->Submit({3, 1, 2}, {}, std::make_shared<RecordingWaiter>());
+  ASSERT_TRUE(turn.ok()) << turn.status();
+  EXPECT_NEAR(turn->wait_seconds, 100 / (1 - 0.5), 1e-6);
+  const PrefillQueue::Snapshot snapshot = queue_->snapshot();
+  ASSERT_EQ(snapshot.jobs.size(), 2u);
+  EXPECT_NEAR(snapshot.jobs[0].predicted_rest_seconds, 100, 1e-6) << "nothing gives way here";
+  EXPECT_NEAR(snapshot.jobs[1].predicted_rest_seconds, 100 / (1 - 0.5) + 200, 1e-6);
+  engine_.Release();
+}
+
 TEST_F(PrefillQueueTimeTest, SecondsAreComputedBesideOthersFromTheFirstThatWaitsToTheLast) {
   MakeQueue();
   const auto running = Run(1000);

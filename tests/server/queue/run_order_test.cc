@@ -175,7 +175,8 @@ TEST(RunOrder, WhatIsOverItsPredictionGivesWay) {
   order.Announce(2, {.tenant = "t", .work_seconds = 0.5}, At(10));
   order.Complete(2, At(10));
   EXPECT_EQ(order.Choose(At(10)), 1u);  // as good as done
-  // Half of the rest, x, is the other's work as it looks after x seconds, 0.5 / (1 + x / (16 · 0.5)), at 0.90.
+  // Half of the rest, x, is the other's work as it looks after x seconds, 0.5 / (1 + x / (16 · 0.5)), at
+  // 0.90.
   EXPECT_EQ(order.Choose(At(10.85)), 1u);
   EXPECT_NEAR(order.RestSeconds(1, At(10.85)), 0.85, 1e-9);
   EXPECT_EQ(order.Choose(At(10.95)), 2u);
@@ -559,6 +560,85 @@ TEST(RunOrder, PredictsTheWait) {
     if (std::abs(now - added_at - predicted) > 0.02 + 1e-6) ++wrong;
   }
   EXPECT_LE(wrong, 4) << "of 200";
+}
+
+// Short prompts have half of the time. A longer one that comes is told when it ends if they keep coming, and
+// they do. Where nothing gives way it waits for those alone that come before it begins.
+TEST(RunOrder, PredictsForPromptsThatKeepComing) {
+  std::mt19937_64 random(TestSeed());
+  constexpr double kShort = 0.1;
+  for (const int most_live : {1, 8}) {
+    std::vector<double> of_likely, of_alone;
+    for (int draw = 0; draw < 60; ++draw) {
+      RunOrder order({.max_age = absl::Hours(1), .most_live = most_live});
+      std::map<Ticket, double> rest;
+      double now = 0, next = 0, long_ends = 0;
+      Ticket last = 10;
+      const auto come = [&](Ticket ticket, double work) {
+        order.Announce(ticket, {.tenant = "t", .work_seconds = work}, At(now));
+        order.Complete(ticket, At(now));
+        rest[ticket] = work;
+      };
+      const auto pass = [&](double until) {
+        while (now < until && (now < 400 || rest.contains(2))) {
+          for (; next <= now; next += Exponential(random, 2 * kShort)) come(++last, kShort);
+          const Ticket ticket = order.Choose(At(now));
+          const double step = ticket == 0 ? next - now : std::min(rest.at(ticket), next - now);
+          now += step;
+          if (ticket == 0 || (rest.at(ticket) -= step) > 1e-9) continue;
+          order.Remove(ticket, At(now));
+          rest.erase(ticket);
+          if (ticket == 2) long_ends = now;
+        }
+      };
+      pass(400);
+      come(1, 8);
+      come(2, 10);
+      const RunOrder::Turn turn = order.TurnsUpTo(2, At(now)).back();
+      const double likely = now + order.LikelyEndSeconds(turn, At(now)), alone = now + turn.ends_seconds;
+      const double came = now;
+      pass(1e9);
+      of_likely.push_back((likely - came) / (long_ends - came));
+      of_alone.push_back((alone - came) / (long_ends - came));
+    }
+    EXPECT_NEAR(Percentile(of_likely, 0.5), 1, 0.15);
+    EXPECT_LE(Percentile(of_alone, 0.5), most_live == 1 ? 0.75 : 0.65);
+  }
+}
+
+// It has the devices in time for its deadline, whatever comes. Where that is lost, no end is before its own.
+TEST(RunOrder, PredictsNoEndAfterADeadlineThatCanBeMet) {
+  for (const double deadline : {5.0, 12.0, 14.0, 1000.0}) {
+    RunOrder order({.max_age = absl::Hours(1), .most_live = 8});
+    order.Announce(1, {.tenant = "t", .work_seconds = 60}, At(0));
+    order.Complete(1, At(0));
+    EXPECT_EQ(order.Choose(At(0)), 1u);
+    order.Remove(1, At(60));
+    order.Announce(2, {.tenant = "t", .priority = -1, .work_seconds = 10, .deadline = At(60 + deadline)},
+                   At(60));
+    order.Complete(2, At(60));
+    const RunOrder::Turn turn = order.TurnsUpTo(2, At(60)).back();
+    EXPECT_NEAR(turn.ends_seconds, 10, 1e-6);
+    const double expected = deadline < 10 ? 10 : std::min(deadline, 20.0);
+    EXPECT_NEAR(order.LikelyEndSeconds(turn, At(60)), expected, 1e-6) << "half of the last two minutes";
+  }
+}
+
+// The devices' time counts, not the prompts': two on halves of them have no more than one on all.
+TEST(RunOrder, PredictsByTheTimeOfAllDevices) {
+  RunOrder order({.max_age = absl::Hours(1), .most_live = 8});
+  for (const Ticket ticket : {1, 2}) {
+    order.Announce(ticket, {.tenant = "t", .work_seconds = 30, .submeshes = {{2, 30.5}}}, At(0));
+    order.Complete(ticket, At(0));
+  }
+  order.Choose(At(0));
+  ASSERT_EQ(order.computing().size(), 2u);
+  ASSERT_EQ(order.submeshes(1), 2);
+  for (const Ticket ticket : {1, 2}) order.Remove(ticket, At(30));
+  order.Announce(3, {.tenant = "t", .work_seconds = 100}, At(30));
+  order.Complete(3, At(30));
+  const RunOrder::Turn turn = order.TurnsUpTo(3, At(30)).back();
+  EXPECT_NEAR(order.LikelyEndSeconds(turn, At(30)), 100 / (1 - 0.25), 1e-6);
 }
 
 TEST(RunOrder, AWeightIsAShare) {
