@@ -56,6 +56,7 @@ void RunOrder::Complete(Ticket ticket, absl::Time now) {
 
 void RunOrder::SetDone(Ticket ticket, double share, absl::Time now) {
   if (!(share > 0)) return;
+  share = std::min(1.0, share);
   Entry& told = entries_.at(ticket);
   const absl::Duration computed = told.Computed(now);
   if (std::exchange(told.anew, false)) {
@@ -63,7 +64,8 @@ void RunOrder::SetDone(Ticket ticket, double share, absl::Time now) {
     told.computed_lost = std::max(absl::ZeroDuration(), computed - counts);
   }
   const double seconds = absl::ToDoubleSeconds(computed - told.computed_lost);
-  const double rest_seconds = seconds * (1 - std::min(1.0, share)) / share;
+  const double whole_seconds = seconds + (1 - share) * told.whole_seconds;
+  const double rest_seconds = (1 - share) * whole_seconds;
   for (auto& [other, entry] : entries_) {
     if (other != ticket && (told.pack == 0 || entry.pack != told.pack)) continue;
     entry.measured_at = entry.Computed(now);

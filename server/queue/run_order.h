@@ -103,7 +103,8 @@ class RunOrder {
                const PackShare& pack = {});
   void Pay(Ticket ticket);                       // most of it is uploaded: from now on others wait for it
   void Complete(Ticket ticket, absl::Time now);  // from now on it may be chosen
-  // `share` of its work is done, 0 to 1. This corrects the prediction of its rest, and of all in its pack.
+  // `share` of its work is done, 0 to 1. This corrects the prediction of its rest, and of all in its pack: as
+  // far as it is, what it took counts, else what was predicted. One slow layer says little of many.
   void SetDone(Ticket ticket, double share, absl::Time now);
   // Its run was begun anew: what it has computed is lost, but for what is predicted of the share that the
   // next SetDone tells.

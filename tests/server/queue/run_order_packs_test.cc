@@ -429,22 +429,23 @@ TEST(RunOrderPacks, WhatIsDoneCorrectsTheWholePack) {
   const Ticket lone = order.Add({.work_seconds = 40}, 0);
   order.Choose(0);
   order.order_.SetDone(2, 0.25, At(1));
+  const double rest = 0.75 * (1 + 0.75 * kStreamSeconds);
   for (Ticket ticket = 1; ticket <= 3; ++ticket) {
-    EXPECT_NEAR(order.order_.RestSeconds(ticket, At(1)), 3, 1e-9);
-    EXPECT_NEAR(order.order_.RestSeconds(ticket, At(2)), 2, 1e-9);
-    EXPECT_NEAR(order.order_.ComputedSeconds(ticket, At(2)), 2, 1e-9);
+    EXPECT_NEAR(order.order_.RestSeconds(ticket, At(1)), rest, 1e-9);
+    EXPECT_NEAR(order.order_.RestSeconds(ticket, At(1.25)), rest - 0.25, 1e-9);
+    EXPECT_NEAR(order.order_.ComputedSeconds(ticket, At(1.25)), 1.25, 1e-9);
     EXPECT_NEAR(order.order_.WholeSeconds(ticket), kStreamSeconds, 1e-9);
   }
   EXPECT_NEAR(order.order_.RestSeconds(lone, At(1)), 40, 1e-9);
-  const std::vector<RunOrder::Turn> turns = order.order_.Turns(At(2));
+  const std::vector<RunOrder::Turn> turns = order.order_.Turns(At(1.25));
   ASSERT_EQ(turns.size(), 4u);
   for (int i = 0; i < 3; ++i) {
-    EXPECT_NEAR(turns[i].ends_seconds, 2, 1e-9);
+    EXPECT_NEAR(turns[i].ends_seconds, rest - 0.25, 1e-9);
     EXPECT_EQ(turns[i].pack_prompts, 3);
   }
   EXPECT_EQ(turns[3].pack_prompts, 1);
-  EXPECT_NEAR(turns[3].begins_seconds, 2, 1e-9);
-  EXPECT_NEAR(order.order_.MostWaitSeconds(At(2)), 42, 1e-9) << "of a pack one counts";
+  EXPECT_NEAR(turns[3].begins_seconds, rest - 0.25, 1e-9);
+  EXPECT_NEAR(order.order_.MostWaitSeconds(At(1.25)), 40 + rest - 0.25, 1e-9) << "of a pack one counts";
 }
 
 TEST(RunOrderPacks, OneThatLeavesLetsTheOthersCompute) {

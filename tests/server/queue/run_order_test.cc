@@ -764,7 +764,22 @@ TEST(RunOrder, WhatIsBegunAnewIsMeasuredAnew) {
   order.SetDone(1, 0.1, At(9));
   EXPECT_NEAR(order.RestSeconds(1, At(9)), 9, 1e-9);
   order.SetDone(1, 0.3, At(15));
-  EXPECT_NEAR(order.RestSeconds(1, At(15)), 7 * 0.7 / 0.3, 1e-9) << "slower than before";
+  EXPECT_NEAR(order.RestSeconds(1, At(15)), 0.7 * (7 + 0.7 * 10), 1e-9) << "slower than before";
+}
+
+// Others of its length come first only once it has shown that it takes far longer.
+TEST(RunOrder, OneSlowLayerLosesNoTurn) {
+  RunOrder order({.max_age = absl::Hours(1), .most_live = 8});
+  for (const Ticket ticket : {1, 2}) {
+    order.Announce(ticket, {.tenant = "t", .work_seconds = 10}, At(0));
+    order.Complete(ticket, At(0));
+  }
+  EXPECT_EQ(order.Choose(At(0)), 1u);
+  order.SetDone(1, 0.25, At(14));
+  EXPECT_NEAR(order.RestSeconds(1, At(14)), 0.75 * (14 + 0.75 * 10), 1e-9);
+  EXPECT_EQ(order.Choose(At(14)), 1u);
+  order.SetDone(1, 0.5, At(40));
+  EXPECT_EQ(order.Choose(At(40)), 2u) << "as slow once more";
 }
 
 TEST(RunOrder, WhatIsLostBeforeItsFirstLayerCountsForNothing) {
