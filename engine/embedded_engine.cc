@@ -211,14 +211,10 @@ void EmbeddedEngine::ForgetWrongSpeed() {
     return;
   const std::string key = pool_.hardware->SpeedKey(model(), pool_.devices);
   const absl::Status forgotten = ForgetPoolSpeed(options_.speed_profile_path, key);
-  const PartFactors factors = correction_.factors();
-  notes_(absl::StrFormat(
-             "the pool's speed is wrong: products take %.2g and attention %.2g times as long as it says, for "
-             "%d prefills; %s",
-             factors.products, factors.attention, SpeedCorrection::kWrongPrefills,
-             forgotten.ok() ? absl::StrCat("it is dropped from ", options_.speed_profile_path,
-                                           ", and the next start measures it")
-                            : absl::StrCat(forgotten.message(), "; start with serve --measure")),
+  notes_(absl::StrCat(correction_.WhatIsWrong(), "; ",
+                      forgotten.ok() ? absl::StrCat("it is dropped from ", options_.speed_profile_path,
+                                                    ", and the next start measures it")
+                                     : absl::StrCat(forgotten.message(), "; start with serve --measure")),
          /*warning=*/true);
 }
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "absl/strings/str_format.h"
 #include "kernels/mutex.h"
 #include "kernels/return_if_error.h"
 
@@ -184,6 +185,14 @@ void SpeedCorrection::Observe(const Prediction& predicted, const MeasuredSeconds
 bool SpeedCorrection::StaysWrong() const {
   const MutexLock lock(mu_);
   return wrong_prefills_ >= kWrongPrefills;
+}
+
+std::string SpeedCorrection::WhatIsWrong() const {
+  const PartFactors wrong = factors();
+  return absl::StrFormat(
+      "the pool's speed is wrong: products take %.2g and attention %.2g times as long as it says, for %d "
+      "prefills",
+      wrong.products, wrong.attention, kWrongPrefills);
 }
 
 }  // namespace meshfill

@@ -13,6 +13,7 @@
 #define MESHFILL_ENGINE_PLAN_SPEED_CORRECTION_H_
 
 #include <functional>
+#include <string>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/status/statusor.h"
@@ -65,6 +66,8 @@ class SpeedCorrection {
   PartFactors factors() const;
   // Products or attention have been off by kWrong since kWrongPrefills: the speeds are to be measured anew.
   bool StaysWrong() const;
+  // Where it does: by how much, for whoever runs the pool.
+  std::string WhatIsWrong() const;
 
  private:
   // Seconds = factor · x + other · y, from samples of both sides: a Kalman filter that trusts no sample that

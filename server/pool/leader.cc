@@ -160,6 +160,12 @@ void Leader::OnTick(absl::Time now) {
   }
 }
 
+void Leader::ForgetSpeeds() {
+  for (const auto& [connection, worker] : members_.all()) {
+    actions_.AddMessage(connection, epoch()).mutable_forget_speed();
+  }
+}
+
 void Leader::DropWorkers(const std::set<Connection>& connections, const std::string& why, absl::Time now) {
   NoteWhoHasWorkers(now);
   std::map<RunId, std::string> runs;  // runs that they took part in, and the names of those who did

@@ -194,6 +194,8 @@ class Leader {
   std::optional<PoolCapacity> RankCapacity() const { return placer_.RankCapacity(); }
   // As RunPlacer has it.
   void LeaveToShort(int64_t rank_bytes) { placer_.LeaveToShort(rank_bytes); }
+  // The workers' speeds have been wrong for long: what they keep of them is dropped.
+  void ForgetSpeeds();
   // As RunPlacer has it.
   int64_t MostRankBytes() const { return placer_.MostRankBytes(); }
   std::vector<PoolLink> links() const { return survey_.Describe(capacity().topology, members_.changed()); }

@@ -19,6 +19,7 @@
 #include "server/config/config_units.h"
 #include "server/observe/build_name.h"
 #include "server/observe/log.h"
+#include "server/observe/pool_log.h"
 #include "server/pool/pool_planner.h"
 #include "server/pool/pool_run.h"
 
@@ -317,6 +318,17 @@ void PoolEngine::Tick() {
 
 void PoolEngine::Do(Leader::Send& send) { control_->Send(send.to, std::move(send.message)); }
 void PoolEngine::Do(Leader::Close& close) { control_->Close(close.connection); }
+void PoolEngine::Learn(const Prediction& predicted, const MeasuredSeconds& measured) {
+  correction_.Observe(predicted, measured);
+  const bool wrong = correction_.StaysWrong();
+  if (std::exchange(speeds_forgotten_, wrong) || !wrong) return;
+  LogPoolNote(
+      absl::StrCat(correction_.WhatIsWrong(), "; workers that keep theirs measure it at their next start"),
+      /*warning=*/true);
+  leader_.ForgetSpeeds();
+  DoActions();
+}
+
 void PoolEngine::Do(Leader::LogLine& line) { Log(line.text, {.level = line.level}); }
 
 void PoolEngine::Do(Leader::Answer& answer) {

@@ -85,6 +85,7 @@ class PoolEngine final : public PrefillEngine, private ControlService::Listener 
   void Do(Leader::Answer& answer) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void Do(Leader::LayersDone& done) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void Do(Leader::LogLine& line) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void Learn(const Prediction& predicted, const MeasuredSeconds& measured) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void PublishKv() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void PublishMetrics() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   absl::Status Check(const PrefillRequest& request) const;
@@ -112,7 +113,8 @@ class PoolEngine final : public PrefillEngine, private ControlService::Listener 
   // Who had joined, and how many of them stayed, when rooms for packs and short prompts were measured: each
   // change of the pool changes this.
   std::pair<uint64_t, int> rooms_of_ ABSL_GUARDED_BY(mu_) = {0, 0};
-  uint64_t last_pack_ ABSL_GUARDED_BY(mu_) = 0;   // of runs_
+  uint64_t last_pack_ ABSL_GUARDED_BY(mu_) = 0;         // of runs_
+  bool speeds_forgotten_ ABSL_GUARDED_BY(mu_) = false;  // since they are wrong
   uint64_t kv_version_ ABSL_GUARDED_BY(mu_) = 0;  // the directory's version when observers were told last
   std::map<Leader::Ticket, Run*> runs_ ABSL_GUARDED_BY(mu_);  // live runs; each leaves before its end
   bool quit_ ABSL_GUARDED_BY(mu_) = false;

@@ -125,11 +125,11 @@ absl::StatusOr<PrefillResult> PoolEngine::Run::Wait() {
 
 void PoolEngine::Run::Learn(const PrefillResult& result, double pack_share) {
   MeasuredSeconds measured = MeasuredSecondsOf(result.prefill_seconds, result.ranks);
-  if (result.pack_prompts == 1) return engine_.correction_.Observe(result.plan.predicted, measured);
+  const MutexLock lock(engine_.mu_);
+  if (result.pack_prompts == 1) return engine_.Learn(result.plan.predicted, measured);
   measured.attention /= pack_share;  // all of it in the pass
   measured.comm_wait /= pack_share;
-  const MutexLock lock(engine_.mu_);
-  if (of_pass_.has_value()) engine_.correction_.Observe({.parts = *of_pass_}, measured);
+  if (of_pass_.has_value()) engine_.Learn({.parts = *of_pass_}, measured);
 }
 
 void PoolEngine::Run::AddNews(std::vector<News>& news) {

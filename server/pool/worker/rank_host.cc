@@ -7,6 +7,7 @@
 #include "absl/time/clock.h"
 #include "engine/kv_budget.h"
 #include "engine/model/model_tensors.h"
+#include "engine/speed/pool_profile.h"
 #include "kernels/monotonic_time.h"
 #include "kernels/mutex.h"
 #include "kernels/return_if_error.h"
@@ -21,12 +22,13 @@ namespace meshfill {
 
 RankHost::RankHost(EmbeddedPool pool, std::unique_ptr<ShardedWeights> sharded,
                    std::unique_ptr<DataPlane> data_plane, v1::ModelId model_id, int64_t kv_budget_bytes,
-                   Listener& listener)
+                   std::string speed_profile_path, Listener& listener)
     : pool_(std::move(pool)),
       sharded_(std::move(sharded)),
       data_plane_(std::move(data_plane)),
       model_id_(std::move(model_id)),
       kv_(KvShapeOf(pool_.models.front()->shape()), kv_budget_bytes, MonotonicNow, KvMemoryOfDevices(pool_)),
+      speed_profile_path_(std::move(speed_profile_path)),
       listener_(listener),
       thread_([this] { Work(); }) {}
 
@@ -66,7 +68,8 @@ absl::StatusOr<std::unique_ptr<RankHost>> RankHost::Load(const Options& options,
     }
   }
   return std::unique_ptr<RankHost>(new RankHost(std::move(pool), std::move(sharded), std::move(data_plane),
-                                                std::move(identified.id), kv_budget_bytes, listener));
+                                                std::move(identified.id), kv_budget_bytes,
+                                                options.speed_profile_path, listener));
 }
 
 RankHost::~RankHost() {
@@ -107,6 +110,19 @@ void RankHost::Describe(v1::Join& offer) const {
     *offer.mutable_shared_weights() = ToProto(*pool_.capacity.shared_weights);
   }
   if (sharded_ != nullptr) offer.set_weight_layout(sharded_->layout());
+}
+
+void RankHost::ForgetSpeed() {
+  if (speed_profile_path_.empty()) return;
+  Post([this] {
+    const std::string key = pool_.hardware->SpeedKey(pool_.models.front()->shape(), pool_.devices);
+    const absl::Status forgotten = ForgetPoolSpeed(speed_profile_path_, key);
+    LogPoolNote(forgotten.ok() ? absl::StrCat("the pool's speed is wrong: this worker's is dropped from ",
+                                              speed_profile_path_, ", and its next start measures it")
+                               : absl::StrCat("the pool's speed is wrong: ", forgotten.message(),
+                                              "; start the worker with --set plan.measure=true"),
+                /*warning=*/true);
+  });
 }
 
 void RankHost::Post(std::function<void()> work) {

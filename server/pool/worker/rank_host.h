@@ -100,11 +100,12 @@ class RankHost {
   HeldKv& kv() { return kv_; }           // what the ranks keep; Prepare begins, Release keeps, Stop drops
   // What shared weights take: the worker's share, and what runs have gathered.
   WeightMemory shared_weights() const { return sharded_ == nullptr ? WeightMemory() : sharded_->memory(); }
-  bool lost() const;  // a device has failed for good: no run will go well in this process
+  void ForgetSpeed();  // soon: the next start measures it
+  bool lost() const;   // a device has failed for good: no run will go well in this process
 
  private:
   RankHost(EmbeddedPool pool, std::unique_ptr<ShardedWeights> sharded, std::unique_ptr<DataPlane> data_plane,
-           v1::ModelId model_id, int64_t kv_budget_bytes, Listener& listener);
+           v1::ModelId model_id, int64_t kv_budget_bytes, std::string speed_profile_path, Listener& listener);
   void Post(std::function<void()> work);
   void Work();  // the host's thread
   absl::StatusOr<std::vector<std::string>> PrepareNow(WorkerMachine::RunPart part);
@@ -123,6 +124,7 @@ class RankHost {
   const std::unique_ptr<DataPlane> data_plane_;
   const v1::ModelId model_id_;
   HeldKv kv_;
+  const std::string speed_profile_path_;  // Options::speed_profile_path
   Listener& listener_;
   // By epoch, number and rank; used on the host's thread alone.
   std::map<std::tuple<uint64_t, uint64_t, int>, std::weak_ptr<RankPack>> packs_;

@@ -155,6 +155,9 @@ void WorkerMachine::OnMessage(Connection connection, const v1::LeaderMessage& me
     case v1::LeaderMessage::kKvRunEnds:
       actions_.push_back(KvRunEnds{message.kv_run_ends().run()});
       break;
+    case v1::LeaderMessage::kForgetSpeed:
+      actions_.push_back(ForgetSpeed{});
+      break;
     case v1::LeaderMessage::kHeartbeat:
     case v1::LeaderMessage::BODY_NOT_SET:
       break;

@@ -141,7 +141,8 @@ class WorkerMachine {
   struct KvRunEnds {  // the run may have been prepared before
     uint64_t run;
   };
-  struct AllKvEnds {};  // a leader that has just let this worker in knows of none
+  struct ForgetSpeed {};  // what is kept of it is wrong
+  struct AllKvEnds {};    // a leader that has just let this worker in knows of none
   struct Exit {
     absl::Status status;
   };
@@ -151,7 +152,7 @@ class WorkerMachine {
   };
   using Action =
       std::variant<Connect, Disconnect, Send, PrepareRun, StartRun, PauseRun, PauseRunAt, ResumeRun, StopRun,
-                   ReleaseRun, KvLasts, KvEnds, KvRunEnds, AllKvEnds, Exit, LogLine>;
+                   ReleaseRun, KvLasts, KvEnds, KvRunEnds, AllKvEnds, ForgetSpeed, Exit, LogLine>;
 
   // `progress` tells what the ranks of all runs are at now; it is asked within OnTick, OnMessage and
   // OnRankDone.

@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/strings/str_format.h"
 #include "engine/plan/planner.h"
 #include "gtest/gtest.h"
 #include "tests/engine/random_seed.h"
@@ -281,6 +282,12 @@ TEST(SpeedCorrection, SaysWhenTheSpeedsStayWrong) {
     EXPECT_FALSE(correction.StaysWrong()) << factor;
     run(pool, 100);
     EXPECT_EQ(correction.StaysWrong(), factor != 1.3) << factor;
+    const PartFactors factors = correction.factors();
+    EXPECT_EQ(
+        correction.WhatIsWrong(),
+        absl::StrFormat("the pool's speed is wrong: products take %.2g and attention %.2g times as long as "
+                        "it says, for 256 prefills",
+                        factors.products, factors.attention));
     Pool right({}, random());
     run(right, 100);
     EXPECT_FALSE(correction.StaysWrong()) << "it is right again";

@@ -600,6 +600,14 @@ TEST_F(LeaderRunsTest, IdleWorkersHearThatTheLeaderLives) {
   EXPECT_NEAR(heartbeats_[1], 10, 1);
 }
 
+TEST_F(LeaderRunsTest, AllWorkersHearThatSpeedsAreWrong) {
+  Join(1, Offer("a"));
+  Join(2, Offer("b"));
+  leader_.ForgetSpeeds();
+  Do();
+  for (const Leader::Connection worker : {1, 2}) EXPECT_TRUE(sent_[worker].back().has_forget_speed());
+}
+
 class PlacedProbesTest : public LeaderRunsTest {
  protected:
   PlacedProbesTest() : LeaderRunsTest(Measuring()) {}

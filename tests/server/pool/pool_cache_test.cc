@@ -1,9 +1,11 @@
 // Cached prefixes in a pool of workers: a prompt that begins like an earlier one gets the answer of a server
 // that computes all, whatever was evicted, lost with a worker, or is another tenant's.
+#include <fstream>
 #include <memory>
 #include <random>
 
 #include "engine/kv/block_hash.h"
+#include "nlohmann/json.hpp"
 #include "tests/engine/random_seed.h"
 #include "tests/server/pool/pool_cache_fixture.h"
 
@@ -73,6 +75,23 @@ TEST_F(PoolCacheTest, WhatIsLostOrElsewhereIsComputed) {
   ASSERT_TRUE(Eventually([&] { return workers_[2]->gone(); }));
   PrefillAndCompare(*client_, prompt, Header(), "after a drain");
   EXPECT_GE(PrefillAndCompare(*client_, prompt, Header(), "and again"), 768);
+}
+
+// The speeds that these workers keep are far too slow.
+TEST_F(PoolCacheTest, WorkersDropSpeedsThatStayWrong) {
+  std::mt19937_64 random(TestSeed());
+  const auto kept = [] { return nlohmann::json::parse(std::ifstream(SpeedProfile()))["pools"].size(); };
+  const size_t all = kept();
+  StartPool({1});
+  for (int i = 0; i < SpeedCorrection::kWrongPrefills - 1; ++i) {
+    ASSERT_TRUE(RunPrefill(*engine_, {RandomTokens(random, 60), {}}).ok());
+  }
+  EXPECT_EQ(kept(), all);
+  EXPECT_TRUE(Eventually([&] {  // the first ones said too little
+    EXPECT_TRUE(RunPrefill(*engine_, {RandomTokens(random, 60), {}}).ok());
+    return kept() == all - 1;
+  }));
+  for (int i = 0; i < 20; ++i) ASSERT_TRUE(RunPrefill(*engine_, {RandomTokens(random, 60), {}}).ok());
 }
 
 // A faster worker comes to the one that has a prompt: it runs there on, and is predicted to.

@@ -23,6 +23,7 @@
 #include "engine/run/rank_runner.h"
 #include "kernels/cpu/host_memory.h"
 #include "kernels/monotonic_time.h"
+#include "nlohmann/json.hpp"
 #include "tests/engine/devices/toy/toy_platform.h"
 #include "tests/server/captured_log.h"
 #include "tests/server/eventually.h"
@@ -83,6 +84,20 @@ TEST_F(RankHostTest, SaysWhatItOffers) {
   EXPECT_TRUE(offer.messages_mix());
   EXPECT_FALSE(offer.kv_on_host()) << "it is the devices' own memory";
   EXPECT_FALSE(host->lost());
+}
+
+TEST_F(RankHostTest, DropsTheSpeedThatItKeeps) {
+  options_.speed_profile_path = testing::TempDir() + "/rank_host_speed.json";
+  std::filesystem::remove(options_.speed_profile_path);
+  HostListener listener;
+  const auto host = Load(listener);
+  ASSERT_NE(host, nullptr);
+  const auto kept = [&] {
+    return nlohmann::json::parse(std::ifstream(options_.speed_profile_path))["pools"].size();
+  };
+  EXPECT_EQ(kept(), 1u);
+  host->ForgetSpeed();
+  EXPECT_TRUE(Eventually([&] { return kept() == 0; }));
 }
 
 TEST_F(RankHostTest, RunsOneRunAfterAnother) {

@@ -206,6 +206,14 @@ TEST_F(WorkerLinkTest, HearsWhatBecomesOfItsKv) {
   EXPECT_EQ(kv_, (std::vector<std::string>{"x lasts 1.5s", "y ends", "run 3 ends"}));
 }
 
+TEST_F(WorkerLinkTest, HearsThatItsSpeedIsWrong) {
+  Join();
+  Hear([](v1::LeaderMessage& message) { message.mutable_heartbeat(); });
+  EXPECT_EQ(speeds_forgotten_, 0);
+  Hear([](v1::LeaderMessage& message) { message.mutable_forget_speed(); });
+  EXPECT_EQ(speeds_forgotten_, 1);
+}
+
 TEST_F(WorkerLinkTest, ADrainBeforeTheWelcomeIsSaidAfterIt) {
   Tick();
   machine_.Drain(now_);

@@ -83,6 +83,8 @@ class WorkerMachineFixture : public testing::Test {
         kv_.push_back(absl::StrCat("run ", run_ends->run, " ends"));
       } else if (std::get_if<WorkerMachine::AllKvEnds>(&action) != nullptr) {
         kv_.emplace_back("all ends");
+      } else if (std::get_if<WorkerMachine::ForgetSpeed>(&action) != nullptr) {
+        ++speeds_forgotten_;
       } else if (auto* exit = std::get_if<WorkerMachine::Exit>(&action)) {
         exit_ = exit->status;
       } else if (auto* line = std::get_if<WorkerMachine::LogLine>(&action)) {
@@ -186,6 +188,7 @@ class WorkerMachineFixture : public testing::Test {
   WorkerMachine::Connection connection_ = 0;
   int connects_ = 0;
   int disconnects_ = 0;
+  int speeds_forgotten_ = 0;
   std::vector<v1::WorkerMessage> sent_;
   std::vector<WorkerMachine::RunPart> prepared_;
   std::vector<WorkerMachine::StartRun> started_;
