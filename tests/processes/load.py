@@ -14,7 +14,7 @@ poisonous, as --heads 1 --head-dim 16 --layers 16 --hidden 64 --sliding-window 1
 
 Usage: load.py PATH_OF_MESHFILL [--short] [--scenario NAME]… [--seconds S] [--hidden N] [--intermediate N] [--heads N]
                [--head-dim N] [--layers N] [--sliding-window N] [--tokens N] [--memory-mib N] [--kv-mib N] [--ranks N | --workers N] [--kill-every S]
-               [--busy-start] [--seed N] [--strict]
+               [--max-age S] [--busy-start] [--seed N] [--strict]
 """
 import argparse
 import contextlib
@@ -32,8 +32,9 @@ import threading
 from cli_harness import MESHFILL, run
 from pool_process import Process
 
-SCENARIOS = ("mix", "flight", "overload", "flood", "alone")
+SCENARIOS = ("mix", "flight", "overload", "flood", "classes", "alone")
 QUEUE_TOKENS = 4 << 20
+MAX_AGE = 600  # seconds that a prompt may wait
 TOKEN_BYTES = 4  # of a prompt in the queue
 
 
@@ -53,12 +54,12 @@ def busy(machine):
 class Pool:
     """A server, and its workers where it has any."""
 
-    def __init__(self, arguments, folder, workers):
+    def __init__(self, arguments, folder, workers, max_age=MAX_AGE):
         self.random = random.Random(arguments.seed)
         self.quit = threading.Event()
         self.kills = 0
         self.folder = folder
-        queue = f"queue:\n  max_requests: {arguments.max_requests}\n  max_tokens: {QUEUE_TOKENS}\nkv:\n  memory_bytes: {arguments.kv_mib}MiB\n"
+        queue = f"queue:\n  max_requests: {arguments.max_requests}\n  max_tokens: {QUEUE_TOKENS}\n  max_age: {max_age}s\nkv:\n  memory_bytes: {arguments.kv_mib}MiB\n"
         memory = f"    memory_bytes: {arguments.memory_mib}MiB\n"
         head = f"model:\n  path: {folder / 'model'}\n"
         listen = "listen: 127.0.0.1:0\nmetrics_listen: ''\n"
@@ -112,7 +113,7 @@ def bench(pool, lone, scenario, arguments):
     """What `bench serve --json` says."""
     command = [MESHFILL, "bench", "serve", "--server", pool.address, "--scenario", scenario, "--json", "--seed",
                str(arguments.seed), "--tokens", str(arguments.tokens), "--in-flight", str(arguments.in_flight), "--rounds",
-               str(arguments.rounds)]
+               str(arguments.rounds), "--max-age", str(arguments.max_age)]
     command += [part for each in lone for part in ("--lone", each.address)]
     seconds = arguments.seconds if scenario == "mix" else arguments.overload_seconds
     done = subprocess.run([*command, "--seconds", str(seconds)], stdout=subprocess.PIPE, check=False)
@@ -126,7 +127,7 @@ def show(said, kills):
     print(text + (f", {kills} workers killed" if kills else ""))
     for length in said["lengths"]:
         line = f"  {length['tokens']} tokens, alone {length['lone_seconds']:.4g} s: {length['requests']}"
-        for name in ("slowdown", "first_come_first_served"):
+        for name in ("slowdown", "first_come_first_served", "by_themselves"):
             if name in length:
                 line += f", {name} median {length[name]['median']:.3g}, 99th percentile {length[name]['p99']:.3g}"
         for name, error in length.get("prediction_error", {}).items():
@@ -142,7 +143,7 @@ def show(said, kills):
 
 def load(scenario, arguments, folder):
     with busy(arguments.busy_start):
-        pools = [Pool(arguments, folder, arguments.workers)]
+        pools = [Pool(arguments, folder, arguments.workers, arguments.max_age if scenario == "classes" else MAX_AGE)]
     try:
         pool = pools[0]
         if scenario == "flight":
@@ -175,6 +176,7 @@ def main():
     parser.add_argument("--sliding-window", type=int, help="of the model, in tokens; none: each token sees all before it")
     parser.add_argument("--dtype", default="f32", help="of the model's weights")
     parser.add_argument("--tokens", type=int, help="of the shortest prompts")
+    parser.add_argument("--max-age", type=int, help="seconds that a prompt may wait, in classes")
     parser.add_argument("--max-requests", type=int, help="that wait or upload")
     parser.add_argument("--in-flight", type=int)
     parser.add_argument("--rounds", type=int)
@@ -186,9 +188,9 @@ def main():
     parser.add_argument("--busy-start", action="store_true", help="servers start on a busy machine")
     parser.add_argument("--seed", type=int, default=random.randrange(2**31))
     parser.add_argument("--strict", action="store_true")
-    short = dict(seconds=3, overload_seconds=0.3, hidden=64, layers=2, tokens=64, max_requests=24, in_flight=16, rounds=1,
+    short = dict(seconds=3, overload_seconds=0.3, hidden=64, layers=2, tokens=64, max_requests=24, max_age=1, in_flight=16, rounds=1,
                  memory_mib=256, kv_mib=64, ranks=4)
-    long = dict(seconds=600, overload_seconds=12, hidden=256, layers=4, tokens=1024, max_requests=64, in_flight=64, rounds=5,
+    long = dict(seconds=600, overload_seconds=12, hidden=256, layers=4, tokens=1024, max_requests=64, max_age=10, in_flight=64, rounds=5,
                 memory_mib=768, kv_mib=768, ranks=1)
     parser.set_defaults(**(short if "--short" in sys.argv else long))
     arguments = parser.parse_args()

@@ -419,7 +419,7 @@ class PoolTest(PoolTestCase):
         block_seconds = plan["predicted"]["compute_seconds"] / (plan["a"] * plan["b"]) / 2  # layers
         running = self.prefill_later(self.long_prompt, "--format", "bytes")
         self.wait_until(lambda: len(times("Run")) == 2)
-        time.sleep(0.5)
+        time.sleep(min(0.5, plan["predicted"]["seconds"] / 4))  # they are in the midst of it
         start = time.monotonic()
         running.send_signal(signal.SIGINT)
         self.wait_until(lambda: len(times("Stopped")) == 2)

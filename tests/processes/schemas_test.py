@@ -104,9 +104,9 @@ class SchemasTest(CliTestCase):
     def test_bench_serve(self):
         server = Server("--config", self.config)
         try:
-            for scenario in ("mix", "flight", "overload", "flood", "alone"):
+            for scenario in ("mix", "flight", "overload", "flood", "classes", "alone"):
                 text = self.succeed("bench", "serve", "--server", server.address, "--scenario", scenario, "--json", "--tokens", 16,
-                                    "--seconds", 0.5 if scenario == "mix" else 0.05, "--in-flight", 8, "--rounds", 1)
+                                    "--seconds", 0.5 if scenario == "mix" else 0.05, "--in-flight", 8, "--rounds", 1, "--max-age", 0.1)
                 self.assertEqual(self.check(text, "bench", "serve")["scenario"], scenario)
         finally:
             server.stop()

@@ -1,7 +1,9 @@
 #include "server/cli/bench/bench_serve.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstdio>
+#include <iterator>
 #include <optional>
 #include <string>
 #include <thread>
@@ -18,6 +20,7 @@
 #include "server/cli/commands/flags.h"
 #include "server/config/address.h"
 #include "server/config/config.h"
+#include "server/config/priority_class.h"
 
 namespace meshfill {
 namespace {
@@ -34,18 +37,21 @@ constexpr double kMostMedianError = 0.1, kMostP95Error = 0.3, kMostDrift = 0.1;
 constexpr double kLeastFlightRatio = 0.97, kLeastOfLone = 0.9, kLeastGoodput = 0.95;
 constexpr double kMostRefusalSeconds = 0.01;
 constexpr double kLeastShare = 0.45, kMostLoneMedianError = 0.2;
-constexpr int kFloods = 8;  // times as many prompts of the tenant that floods as in flight
+constexpr double kMostWaitOfMaxAge = 1.05;
+constexpr double kAges = 4;  // times queue.max_age that a flood of a class takes
+constexpr int kFloods = 8;   // times as many prompts of the tenant that floods as in flight
 
-enum class Scenario { kMix, kFlight, kOverload, kFlood, kAlone };
+enum class Scenario { kMix, kFlight, kOverload, kFlood, kClasses, kAlone };
 
 absl::StatusOr<Scenario> ParseScenario(const std::string& text) {
   if (text == "mix") return Scenario::kMix;
   if (text == "flight") return Scenario::kFlight;
   if (text == "overload") return Scenario::kOverload;
   if (text == "flood") return Scenario::kFlood;
+  if (text == "classes") return Scenario::kClasses;
   if (text == "alone") return Scenario::kAlone;
   return absl::InvalidArgumentError(
-      absl::StrCat("'", text, "' is none of mix, flight, overload, flood and alone"));
+      absl::StrCat("'", text, "' is none of mix, flight, overload, flood, classes and alone"));
 }
 
 const char* NameOf(Scenario scenario) {
@@ -58,6 +64,8 @@ const char* NameOf(Scenario scenario) {
       return "overload";
     case Scenario::kFlood:
       return "flood";
+    case Scenario::kClasses:
+      return "classes";
     case Scenario::kAlone:
       return "alone";
   }
@@ -93,9 +101,11 @@ class BenchServeCommand : public Command {
     server_.address = kDefaultListen;
     AddServerOption(*app_, server_, "The server")->default_str(server_.address);
     AddConnectionOptions(*app_, server_);
-    AddParsedOption(*app_, "--scenario", scenario_, ParseScenario, "mix|flight|overload|flood|alone",
-                    "Lengths mixed; many at once against one after the other; more than it can do; one "
-                    "tenant with many beside another; one after the other, as predicted")
+    AddParsedOption(
+        *app_, "--scenario", scenario_, ParseScenario, "mix|flight|overload|flood|classes|alone",
+        "Lengths mixed; many at once against one after the other; more than it can do; one "
+        "tenant with many beside another; one of the lowest class beside many of the highest; one "
+        "after the other, as predicted")
         ->required();
     AddCount(*app_, "--tokens", tokens_, "Of a prompt; the mix has ones of 16 and 128 times as many, too");
     app_->add_option("--seconds", seconds_, "While prompts come")
@@ -105,6 +115,9 @@ class BenchServeCommand : public Command {
                      "Of what the server can do; left out: 0.8 of the mix, 10 of an overload")
         ->check(PositiveNumber());
     AddCount(*app_, "--in-flight", in_flight_, "Prompts at once");
+    app_->add_option("--max-age", max_age_seconds_, "The server's queue.max_age, in seconds (classes)")
+        ->check(PositiveNumber())
+        ->capture_default_str();
     AddCount(*app_, "--rounds", rounds_, "Pairs of many at once and one after the other");
     app_->add_option(
             "--lone", lone_,
@@ -143,6 +156,9 @@ class BenchServeCommand : public Command {
         break;
       case Scenario::kFlood:
         RunFlood();
+        break;
+      case Scenario::kClasses:
+        RETURN_IF_ERROR(RunClasses());
         break;
       case Scenario::kAlone:
         RunAlone();
@@ -268,6 +284,14 @@ class BenchServeCommand : public Command {
       length->wait_predictions.push_back({std::max(0.0, real_seconds + wait_error), real_seconds});
       length->prefill_predictions.push_back({std::max(0.0, real_seconds + prefill_error), real_seconds});
     }
+    for (LengthFigures& length : report_.lengths) {
+      std::vector<LoadPrompt> of_length;
+      std::copy_if(prompts.begin(), prompts.end(), std::back_inserter(of_length),
+                   [&](const LoadPrompt& prompt) { return prompt.tokens == length.of.tokens; });
+      for (const double seconds : FirstComeFirstServed(of_length, classes)) {
+        length.by_themselves.push_back(seconds / length.of.lone_seconds);
+      }
+    }
     const auto check_slowdown = [&](const LengthFigures& length, double bound) {
       if (length.slowdowns.empty()) return;
       AtMost(absl::StrCat("slowdown_p99_of_", length.of.tokens), Percentile(length.slowdowns, 0.99), bound);
@@ -385,6 +409,28 @@ class BenchServeCommand : public Command {
     AtLeast("share_of_the_other", share, kLeastShare);
   }
 
+  // Prompts of the highest class come for several times queue.max_age, as fast as they are served, and soon
+  // one of the lowest.
+  absl::Status RunClasses() {
+    ASSIGN_OR_RETURN(const double seconds_of_one, SecondsOf(tokens_, 1, 1));
+    const auto count = static_cast<size_t>(std::ceil(kAges * max_age_seconds_ / seconds_of_one));
+    const LoadPrompt highest = {.due_seconds = 0, .tokens = tokens_, .tenant = "", .priority = kTopPriority};
+    const LoadPrompt lowest = {
+        .due_seconds = max_age_seconds_ / 10, .tokens = tokens_, .tenant = "", .priority = -kTopPriority};
+    const LoadOptions of_lowest = NextLoad(1, 1);
+    LoadOutcome waits;
+    std::thread low([&] { waits = SendLoad(*channel_, {&lowest, 1}, of_lowest).front(); });
+    std::vector<LoadOutcome> outcomes = Send(std::vector<LoadPrompt>(count, highest), in_flight_);
+    low.join();
+    const double flood_seconds = EndOf(outcomes);
+    outcomes.push_back(waits);
+    Count(outcomes);
+    if (!waits.status.ok()) return absl::OkStatus();
+    AtMost("wait_of_max_age", waits.wait_seconds / max_age_seconds_, kMostWaitOfMaxAge);
+    AtMost("end_of_the_flood", waits.ended_at / flood_seconds, 1);  // beyond: the flood was too short
+    return absl::OkStatus();
+  }
+
   // After the warm-ups, from which a server learns what it measured wrongly at its start.
   void RunAlone() {
     const std::vector<LoadPrompt> prompts(static_cast<size_t>(in_flight_),
@@ -407,6 +453,7 @@ class BenchServeCommand : public Command {
   double seconds_ = 60;
   double load_ = 0;  // 0: the scenario's
   int in_flight_ = 64;
+  double max_age_seconds_ = 600;
   int rounds_ = 3;
   std::vector<std::string> lone_;
   uint64_t seed_ = 1;

@@ -108,6 +108,7 @@ class LoadRun {
     for (uint32_t& token : tokens) token = static_cast<uint32_t>(random() % options_.vocab);
     v1::PrefillHeader header;
     header.set_tenant(prompts_[prompt].tenant);
+    header.set_priority(prompts_[prompt].priority);
     header.set_top_k(kTop);
     header.mutable_kv()->set_ignore_cache(options_.ignore_cache);
     AcceptedEvent accepted;

@@ -15,6 +15,7 @@ struct LoadPrompt {
   double due_seconds = 0;
   int64_t tokens = 0;
   std::string tenant;
+  int priority = 0;
 };
 
 // Prompts of a length among those that come, and their seconds alone.

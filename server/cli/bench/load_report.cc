@@ -35,6 +35,7 @@ std::string JsonOf(const LoadReport& report) {
     if (length.slowdowns.empty()) continue;
     each["slowdown"] = percentiles(length.slowdowns);
     each["first_come_first_served"] = percentiles(length.first_comes);
+    each["by_themselves"] = percentiles(length.by_themselves);
     each["prediction_error"] = {{"all", ErrorJson(length.predictions)},
                                 {"of_wait", ErrorJson(length.wait_predictions)},
                                 {"of_prefill", ErrorJson(length.prefill_predictions)}};
@@ -60,9 +61,11 @@ std::string TextOf(const LoadReport& report) {
     if (!length.slowdowns.empty()) {
       absl::StrAppendFormat(
           &text,
-          ", slowdown median %.3g, 99th percentile %.3g; first come, first served: %.3g, %.3g (calculated)",
+          ", slowdown median %.3g, 99th percentile %.3g; calculated: first come, first served %.3g, %.3g; by "
+          "themselves %.3g, %.3g",
           Percentile(length.slowdowns, 0.5), Percentile(length.slowdowns, 0.99),
-          Percentile(length.first_comes, 0.5), Percentile(length.first_comes, 0.99));
+          Percentile(length.first_comes, 0.5), Percentile(length.first_comes, 0.99),
+          Percentile(length.by_themselves, 0.5), Percentile(length.by_themselves, 0.99));
       for (const auto& [name, times] : {std::pair{"predictions off", &length.predictions},
                                         std::pair{"by the wait", &length.wait_predictions},
                                         std::pair{"by the prefill", &length.prefill_predictions}}) {

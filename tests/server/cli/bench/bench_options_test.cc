@@ -146,6 +146,7 @@ serve
 --seconds=60
 --load
 --in-flight=64
+--max-age=600
 --rounds=3
 --lone
 --seed=1
@@ -198,7 +199,7 @@ TEST(Bench, RefusesNumbersOutOfTheirRange) {
             "--repeats: '0' is no whole number of 1 or more");
   EXPECT_EQ(refused({"layer", "--threads", "0"}), "--threads: '0' is no whole number of 1 or more");
   EXPECT_EQ(refused({"serve", "--scenario", "rest"}),
-            "--scenario: 'rest' is none of mix, flight, overload, flood and alone");
+            "--scenario: 'rest' is none of mix, flight, overload, flood, classes and alone");
   EXPECT_EQ(refused({"serve", "--scenario", "mix", "--seconds", "0"}), "--seconds: '0' is no number above 0");
   EXPECT_EQ(refused({"serve", "--scenario", "mix", "--load", "-1"}), "--load: '-1' is no number above 0");
 }

@@ -71,6 +71,10 @@ TEST(BenchServe, MixHasThreeLengthsAndTheirPredictions) {
     if (!length.contains("slowdown")) continue;
     EXPECT_LE(length["slowdown"]["median"], length["slowdown"]["p99"]);
     EXPECT_GE(length["first_come_first_served"]["median"], 1 - 1e-9);
+    for (const char* of : {"median", "p99"}) {
+      EXPECT_GE(length["by_themselves"][of], 1 - 1e-9);
+      EXPECT_LE(length["by_themselves"][of], length["first_come_first_served"][of].get<double>() + 1e-9);
+    }
     // It takes far less than a second, but says 0.125 and 2; and predicts 0.25 and 0.5.
     const json& errors = length["prediction_error"];
     EXPECT_GT(errors["all"]["bias"], 0) << errors;
@@ -98,18 +102,19 @@ TEST(BenchServe, MixAsText) {
   ASSERT_TRUE(good.status.ok()) << good.status;
   EXPECT_THAT(
       good.out,
-      MatchesRegex("mix: [0-9]+ requests in .* m?s, 0 failed, 0 tries refused\n"
-                   "4 tokens, alone .* m?s: [0-9]+, slowdown median .*, 99th percentile .*; first come, "
-                   "first served: .*, .* \\(calculated\\); predictions off: median .*, 95th percentile .*, "
-                   "bias \\+.*; by the wait: .*; by the prefill: .*\n"
-                   "64 tokens, alone .*\n512 tokens, alone .*\n"
-                   "failed +0  at most 0: met\n"
-                   "slowdown_p99_of_4 +.*  at most 10: .*\n"
-                   "(slowdown_p99_of_512 +.*  at most 3: .*\n)?"
-                   "answers_that_differ +0  at most 0: met\n"
-                   "prediction_median_error +.*  at most 0.1: NOT MET\n"
-                   "prediction_p95_error +.*  at most 0.3: NOT MET\n"
-                   "prediction_drift +.*  at most 0.1: .*\n"));
+      MatchesRegex(
+          "mix: [0-9]+ requests in .* m?s, 0 failed, 0 tries refused\n"
+          "4 tokens, alone .* m?s: [0-9]+, slowdown median .*, 99th percentile .*; calculated: first "
+          "come, first served .*, .*; by themselves .*, .*; predictions off: median .*, 95th percentile "
+          ".*, bias \\+.*; by the wait: .*; by the prefill: .*\n"
+          "64 tokens, alone .*\n512 tokens, alone .*\n"
+          "failed +0  at most 0: met\n"
+          "slowdown_p99_of_4 +.*  at most 10: .*\n"
+          "(slowdown_p99_of_512 +.*  at most 3: .*\n)?"
+          "answers_that_differ +0  at most 0: met\n"
+          "prediction_median_error +.*  at most 0.1: NOT MET\n"
+          "prediction_p95_error +.*  at most 0.3: NOT MET\n"
+          "prediction_drift +.*  at most 0.1: .*\n"));
 }
 
 TEST(BenchServe, NothingIsAnsweredFromTheCache) {
@@ -217,6 +222,28 @@ TEST(BenchServe, AFloodCountsWhatTheOtherTenantGets) {
   EXPECT_GE(checks.at("share_of_the_other").first, 9.0 / 89)
       << "9 of its 10 beside at most all of the others";
   EXPECT_LE(checks.at("share_of_the_other").first, 1);
+}
+
+TEST(BenchServe, ClassesHoldTheLowestAgainstMaxAge) {
+  MadeUpServer server;
+  const json said = BenchJson(server, "classes", {"--in-flight", "10", "--max-age", "0.1"});
+  EXPECT_EQ(said["scenario"], "classes");
+  EXPECT_EQ(said["requests"].get<size_t>(), server.prompts().size() - kWarmUps - 1);
+  const std::vector<int> priorities = server.priorities();
+  EXPECT_EQ(std::count(priorities.begin(), priorities.end(), -2), 1);
+  EXPECT_EQ(std::count(priorities.begin(), priorities.end(), 2), said["requests"].get<int>() - 1);
+  EXPECT_LE(server.most_at_once(), 11);
+  const auto checks = ChecksOf(said);
+  EXPECT_EQ(checks.at("failed").first, 0);
+  EXPECT_EQ(checks.at("wait_of_max_age"), std::pair(1.25, 1.05)) << "0.125 s, it says";
+  EXPECT_EQ(checks.at("end_of_the_flood").second, 1);
+  EXPECT_GE(checks.at("end_of_the_flood").first, 0.01 / said["seconds"].get<double>()) << "it comes later";
+
+  MadeUpServer broken;
+  broken.fails = [](const std::string&, int tries) { return tries > kWarmUps + 1; };
+  const json failed = BenchJson(broken, "classes", {"--in-flight", "10", "--max-age", "0.01"});
+  EXPECT_GT(failed["failed"], 0);
+  EXPECT_EQ(ChecksOf(failed).size(), 1u);
 }
 
 TEST(BenchServe, AloneJudgesPredictions) {

@@ -60,6 +60,10 @@ class MadeUpServer final : public v1::PrefillService::Service {
     const MutexLock lock(mu_);
     return ignore_cache_;
   }
+  std::vector<int> priorities() {  // of the same tries
+    const MutexLock lock(mu_);
+    return priorities_;
+  }
 
   grpc::Status GetPool(grpc::ServerContext*, const v1::GetPoolRequest*, v1::PoolStatus* status) override {
     status->set_vocab(vocab);
@@ -71,10 +75,12 @@ class MadeUpServer final : public v1::PrefillService::Service {
     std::pair<std::string, std::vector<uint32_t>> prompt;
     v1::PrefillRequest request;
     bool ignore_cache = false;
+    int priority = 0;
     while (stream->Read(&request)) {
       if (request.has_header()) {
         prompt.first = request.header().tenant();
         ignore_cache = request.header().kv().ignore_cache();
+        priority = request.header().priority();
       }
       prompt.second.insert(prompt.second.end(), request.tokens().ids().begin(), request.tokens().ids().end());
     }
@@ -84,6 +90,7 @@ class MadeUpServer final : public v1::PrefillService::Service {
       const MutexLock lock(mu_);
       prompts_.push_back(std::move(prompt));
       ignore_cache_.push_back(ignore_cache);
+      priorities_.push_back(priority);
       most_at_once_ = std::max(most_at_once_, ++at_once_);
       const int tries = static_cast<int>(prompts_.size());
       if (refuse_every > 0 && tries % refuse_every == 0) {
@@ -128,6 +135,7 @@ class MadeUpServer final : public v1::PrefillService::Service {
   int refused_ = 0;
   std::vector<std::pair<std::string, std::vector<uint32_t>>> prompts_;
   std::vector<bool> ignore_cache_;
+  std::vector<int> priorities_;
 };
 
 }  // namespace meshfill
