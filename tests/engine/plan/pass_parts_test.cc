@@ -44,6 +44,13 @@ TEST(PassPartsTest, AreTogetherWhatThePassTakes) {
   EXPECT_EQ(PassParts(model, speed, {}), PartSeconds());
 }
 
+TEST(PassPartsTest, AddsEveryPart) {
+  PartSeconds sum = {.products = 1, .attention = 2, .transfers = 3, .hidden = 4, .weights = 5, .fixed = 6};
+  sum += {.products = 10, .attention = 20, .transfers = 30, .hidden = 40, .weights = 50, .fixed = 60};
+  EXPECT_EQ(sum, (PartSeconds{
+                     .products = 11, .attention = 22, .transfers = 33, .hidden = 44, .weights = 55, .fixed = 66}));
+}
+
 TEST(TellsOfSpeedTest, NotWhereSomeHadTheCoresForThemselves) {
   const std::vector<PartSeconds> alike = {{.products = 3, .attention = 1}, {.products = 3, .fixed = 9}};
   const std::vector<PartSeconds> differ = {{.products = 3}, {.products = 4, .attention = 1}, {.products = 4}};

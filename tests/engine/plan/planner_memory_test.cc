@@ -44,6 +44,20 @@ TEST(MakePlan, StatesPeakMemory) {
             peak(1, {1, 1}, DType::kF32) + model.layers * tokens * 2 * 2 * 64 * 2);
 }
 
+// The last stripe is short: one rank has fewer tokens than the others, and each is counted as those that have
+// most.
+TEST(MakePlan, CountsTheLargestChunkForAll) {
+  const int64_t tokens = 8192;
+  const ModelShape model = Llama(8, 2, DType::kBf16);
+  const auto peak = [&](Tile tile) {
+    const auto choice = MakePlan(
+        model, kSlowLink, {.tokens = tokens - 60, .ranks = 4, .tile = tile, .partial_dtype = DType::kF32});
+    EXPECT_EQ(choice->plan.layout.LargestChunkTokens(), tokens / 4);
+    return choice->plan.predicted.peak_bytes;
+  };
+  EXPECT_EQ(peak({2, 2}) - peak({1, 4}), tokens * 8 * (64 * 4 + 4)) << "a partial output more";
+}
+
 // Between processes a chunk of Q is given back once it has gone on: a row more is one partial output more.
 TEST(MakePlan, StatesTheMemoryOfQueriesThatGoOn) {
   const int64_t tokens = 60 * 64;

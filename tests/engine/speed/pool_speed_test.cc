@@ -184,8 +184,8 @@ TEST(MeasurePoolSpeed, ProbesExpertsWithAsManyRowsAsTheyHave) {
     int count, used;
     int64_t slice_tokens;
     int probed;  // as many as leave each its rows of a slice of 1,024
-  } cases[] = {
-      {8, 2, one, 4}, {5, 3, one, 1}, {128, 8, 2 * one, 8}, {256, 8, 4 * one, 8}, {512, 4, 8 * one, 16}};
+  } cases[] = {{8, 2, one, 4},       {5, 3, one, 1},       {100, 8, 2 * one, 6},
+               {128, 8, 2 * one, 8}, {256, 8, 4 * one, 8}, {512, 4, 8 * one, 16}};
   for (const auto& [count, used, slice_tokens, probed] : cases) {
     model.experts = {.count = count, .used = used, .width = 16};
     EXPECT_EQ(SliceTokensOf(model, device->grain()), slice_tokens) << used << " of " << count;

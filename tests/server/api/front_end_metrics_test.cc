@@ -193,6 +193,16 @@ TEST_F(FrontEndMetricsTest, ACachedPrefixShortensTheTurn) {
   for (Call* call : {&runs, &waits, &whole}) EXPECT_TRUE(call->Finish().status.ok());
 }
 
+TEST_F(FrontEndMetricsTest, TheSlowdownOfACachedPromptIsOfWhatItTakesBehindTheCache) {
+  StartServer();
+  engine_->PredictSeconds(100);
+  engine_->Cache(64, 5);
+  Call call(*stub_, absl::Minutes(10));
+  ASSERT_TRUE(call.Send(Header(100)).Send(std::vector<uint32_t>(100, 1)).HalfClose().Finish().status.ok());
+  const double since_upload = Metric("meshfill_ttft_seconds_sum") - Metric("meshfill_upload_seconds_sum");
+  EXPECT_NEAR(Metric("meshfill_slowdown_sum{up_to=\"8192\"}") * 5, since_upload, 1e-3 * since_upload);
+}
+
 // What is predicted with the header holds for a second.
 TEST_F(FrontEndMetricsTest, ALongUploadIsPlannedAgainWhenItIsComplete) {
   StartServer();

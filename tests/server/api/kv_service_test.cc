@@ -579,6 +579,20 @@ TEST_F(KvServiceTest, AReaderWhoStandsStillIsEnded) {
   ExpectValues(client_->Fetch(Request(lease)), {.tokens = kTokens, .heads = 2}, 0, 4);
 }
 
+// Each part has its time, not all of them together.
+TEST_F(KvServiceTest, AReaderWhoIsSlowIsServed) {
+  StartServer({"limits.result_timeout=1500ms"});
+  constexpr size_t kTokens = 60'000;  // 30 MB in parts of 1 MiB: more than connections hold
+  const v1::PrefillResult result = Prefill(kTokens, 600);
+  const auto context = client_->Context();
+  const auto stream = client_->stub().FetchKv(context.get(), Request(result.kv().lease()));
+  const absl::Time begin = MonotonicNow();
+  for (v1::KvPart part; stream->Read(&part);) absl::SleepFor(absl::Milliseconds(80));
+  EXPECT_GT(MonotonicNow() - begin, absl::Milliseconds(1500));
+  const grpc::Status status = stream->Finish();
+  EXPECT_TRUE(status.ok()) << status.error_message();
+}
+
 // Who has stood still for longest goes first; who reads on is served.
 TEST_F(KvServiceTest, ReadersWhoStandStillTakeNoMoreThanTheirBound) {
   StartServer({"limits.unread_bytes=4MiB", "limits.result_timeout=1h"});

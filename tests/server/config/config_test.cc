@@ -502,6 +502,7 @@ TEST_F(ConfigTest, ValuesOutOfRangeNameWhereTheyWereSet) {
   EXPECT_NE(Refusal("pool: {worker: {ranks: 65}}").find("between 1 and 64"), std::string::npos);
   EXPECT_NE(Refusal("queue: {max_requests: 0}").find("not between"), std::string::npos);
   EXPECT_NE(Refusal("limits: {upload_timeout: 0s}").find("above 0s"), std::string::npos);
+  EXPECT_EQ(Load("limits: {upload_tokens_per_second: 0}")->limits().upload_tokens_per_second(), 0) << "any";
   EXPECT_NE(Refusal("limits: {max_message_bytes: 2GiB}").find("not between"), std::string::npos);
   for (const char* address :
        {"", "50051", "host", "host:", ":1", "host:65536", "host:-1", "::1:5", "host:1x"}) {

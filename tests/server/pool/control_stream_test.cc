@@ -142,6 +142,17 @@ TEST_F(ControlStreamTest, CarriesMessagesInOrderAndClosesAfterThem) {
   EXPECT_EQ(worker_.Next(), "lost 1");
 }
 
+// A worker's tokens of a long prompt come in one message.
+TEST_F(ControlStreamTest, TheLeadersMessagesHaveNoBound) {
+  Start();
+  const auto client = Client();
+  client->Connect(1);
+  EXPECT_EQ(leader_.Next(), "connected 1");
+  const std::string reason(size_t{20} << 20, 'x');
+  service_->Send(1, Reason(reason));
+  EXPECT_EQ(worker_.Next(), absl::StrCat("1 hears ", reason));
+}
+
 TEST_F(ControlStreamTest, EachSideHearsOfTheOthersEnd) {
   Start();
   auto client = Client();

@@ -123,10 +123,12 @@ TEST_F(PiecesLeaderTest, RunsOnePieceAfterTheOtherBehindThoseBefore) {
 
 TEST_F(PiecesLeaderTest, APieceThatFailsRunsAgainBehindTheOthers) {
   SubmitPrompt();
+  now_ += absl::Milliseconds(500);
   EXPECT_FALSE(RunPiece({1, 2}));
   Prepare({1, 2});
   const uint64_t before = LastPrepare(1).plan().cached_tokens();
   const uint64_t failed = run_;
+  now_ += absl::Milliseconds(250);
   v1::WorkerMessage message = OfRun();
   message.mutable_rank_done()->set_run(run_);
   *message.mutable_rank_done()->mutable_outcome() = ToOutcome(absl::UnavailableError("a cable"));
@@ -141,6 +143,7 @@ TEST_F(PiecesLeaderTest, APieceThatFailsRunsAgainBehindTheOthers) {
   ASSERT_EQ(answers_.size(), 1u);
   ASSERT_TRUE(answers_[0].ok()) << answers_[0].status();
   EXPECT_EQ(answers_[0]->attempts, 2);
+  EXPECT_NEAR(answers_[0]->lost_seconds, 0.25, 1e-9) << "the first piece is not lost";
   EXPECT_EQ(leader_.counters().retries, 1u);
   EXPECT_EQ(leader_.kv_counts().bytes, 0);
 }

@@ -22,7 +22,7 @@ constexpr int64_t kTokens = 200;
 constexpr int64_t kMessageBytes = 4 << 20;
 const KvShape kShape = {.layers = 2, .kv_heads = 2, .head_dim = 4};
 
-enum class Fault { kNone, kChecksum, kOrder, kLayer, kSize, kEndsEarly, kRefuses };
+enum class Fault { kHolds, kNone, kChecksum, kOrder, kLayer, kSize, kEndsEarly, kRefuses };
 
 // A holder of some ranks, which does one of its parts wrong.
 class Holder final : public v1::PrefillService::Service {
@@ -46,6 +46,7 @@ class Holder final : public v1::PrefillService::Service {
 
   grpc::Status FetchKv(grpc::ServerContext*, const v1::FetchKvRequest* request,
                        grpc::ServerWriter<v1::KvPart>* writer) override {
+    while (fault == Fault::kHolds) absl::SleepFor(absl::Milliseconds(1));
     if (fault == Fault::kRefuses) return {grpc::StatusCode::NOT_FOUND, "no such lease here"};
     KvFetch fetch = CheckFetch(*request, kShape, kTokens, kMessageBytes).value();
     fetch.part_tokens = 13;
@@ -219,6 +220,24 @@ TEST_F(PoolKvReaderTest, NamesAHolderThatIsAway) {
   const absl::Status status = ReadAll();
   EXPECT_TRUE(absl::IsUnavailable(status)) << status;
   EXPECT_TRUE(absl::StrContains(status.message(), "worker right")) << status;
+}
+
+TEST_F(PoolKvReaderTest, APartThatIsHalfThereIsNotOfTheNextRun) {
+  holders_[1]->fault = Fault::kHolds;
+  const auto reader = Reader({});
+  v1::KvPart part;
+  EXPECT_EQ(reader->Take(part).value(), KvReader::Next::kNotYet);
+  {
+    std::unique_lock<std::mutex> lock(mu_);
+    EXPECT_TRUE(wake_.wait_for(lock, std::chrono::seconds(10), [this] { return changed_; }));
+  }
+  EXPECT_EQ(reader->Take(part).value(), KvReader::Next::kNotYet) << "the other holder has the rest";
+  Place(2);  // it was begun again
+  holders_[1]->fault = Fault::kNone;
+  const auto next = Take(*reader, part);
+  ASSERT_TRUE(next.ok()) << next.status();
+  EXPECT_EQ(*next, KvReader::Next::kPart);
+  EXPECT_EQ(part.tokens(), 31u);
 }
 
 TEST_F(PoolKvReaderTest, MixesNoRunsAndEndsWithTheLease) {

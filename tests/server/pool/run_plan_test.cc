@@ -87,6 +87,12 @@ TEST(RunPlanTest, TheHashSeesEveryChange) {
     std::vector<uint32_t>& shard = other[plan.layout.RankOf(0)];
     shard[Draw<size_t>(random, 0, shard.size() - 1)] ^= 1u << Draw(random, 0, 31);
     EXPECT_NE(RunHash(plan, 0, other), hash);
+    if (plan.ranks() > 1 && !shards[0].empty()) {
+      other = shards;
+      other[1].insert(other[1].begin(), other[0].back());
+      other[0].pop_back();
+      EXPECT_NE(RunHash(plan, 0, other), hash) << "a token is its neighbour's";
+    }
 
     Plan changed = plan;
     changed.partial_dtype = plan.partial_dtype == DType::kF32 ? DType::kBf16 : DType::kF32;

@@ -8,12 +8,13 @@
 namespace meshfill {
 namespace {
 
-// A deadline or a tenant's lead may put it before shorter ones.
-TEST(GangChoice, ALongOneThatIsFirstSharesItsPassWithThoseOfHalfItsLength) {
+// Who shares a pass, of prompts that take so long, in that order: a deadline or a tenant's lead may put a
+// long one before shorter ones.
+std::vector<RunTicket> SharersOf(const std::vector<double>& work_seconds) {
   const absl::Time now = absl::UnixEpoch();
   GangChoice::Entries entries;
   std::vector<RunTicket> ranked;
-  for (const double seconds : {5.0, 1.0, 2.5, 2.4, 5.0}) {
+  for (const double seconds : work_seconds) {
     ranked.push_back(ranked.size() + 1);
     RunEntry& entry = entries[ranked.back()];
     entry.job = {.work_seconds = seconds, .pack = {.tokens = 1, .least_seconds = seconds}};
@@ -24,7 +25,13 @@ TEST(GangChoice, ALongOneThatIsFirstSharesItsPassWithThoseOfHalfItsLength) {
   const GangChoice choice(
       entries, nobody,
       {.places = FreePlaces(8), .max_age = absl::Hours(1), .pack = {.ranks = 1, .rank_tokens = 64}}, now);
-  EXPECT_EQ(choice.FirstThatMay(ranked).tickets, (std::vector<RunTicket>{1, 3, 5}));
+  return choice.FirstThatMay(ranked).tickets;
+}
+
+TEST(GangChoice, NoneInAPassIsMoreThanTwiceAsLongAsAnother) {
+  EXPECT_EQ(SharersOf({5.0, 1.0, 2.5, 2.4, 5.0}), (std::vector<RunTicket>{1, 3, 5}));
+  EXPECT_EQ(SharersOf({2.0, 1.0, 4.0, 1.5}), (std::vector<RunTicket>{1, 2, 4})) << "twice the first one";
+  EXPECT_EQ(SharersOf({2.0, 4.0, 1.0, 3.0}), (std::vector<RunTicket>{1, 2, 4})) << "half of it";
 }
 
 TEST(GangChoice, TheLastPlaceIsForWhatTakesHalfOfTheShortestRest) {

@@ -316,6 +316,17 @@ TEST(RunOrder, PredictsTheWaitForAPlace) {
   EXPECT_NEAR(order.WaitSeconds({.tenant = "t", .priority = 1, .work_seconds = 5.1}, At(0)), 10, 1e-6);
 }
 
+TEST(RunOrder, WhatIsBeingStoppedKeepsNobodyFromTheLastPlace) {
+  RunOrder order({.max_age = absl::Hours(1), .most_live = 2});
+  order.Announce(1, {.tenant = "t", .work_seconds = 10}, At(0));
+  order.Complete(1, At(0));
+  EXPECT_EQ(order.Choose(At(0)), 1u);
+  order.Leave(1, At(1));
+  order.Announce(2, {.tenant = "t", .work_seconds = 40}, At(1));
+  order.Complete(2, At(1));
+  EXPECT_EQ(order.Choose(At(1)), 2u);
+}
+
 // Two have waited for max_age. The first waits for memory, and the next may not begin before it: short ones
 // wait no longer than for themselves all the same.
 TEST(RunOrder, ShortOnesDoNotWaitForAgedOnesThatWaitForMemory) {

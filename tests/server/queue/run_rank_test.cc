@@ -110,6 +110,11 @@ TEST(RunRank, NobodyWhoIsYoungerThanOneThatWaitsForMemoryIsTheElder) {
   lives.aged = true;
   RankByTurns({put_back, AgedOf(3, 10), lives}, elder);
   EXPECT_EQ(elder.ticket, 5u) << "it has begun";
+  RunRank shorter = RankOf(6, 1);
+  shorter.lives = true;
+  elder = {};
+  RankByTurns({put_back, lives, shorter}, elder);
+  EXPECT_EQ(elder.ticket, 5u) << "it is old, and the other is not";
 }
 
 }  // namespace

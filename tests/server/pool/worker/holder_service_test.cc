@@ -207,6 +207,25 @@ TEST(HolderService, ARenewedTokenCountsAndABadOneDoesNot) {
   EXPECT_THAT(log.Text(), HasSubstr("connections to workers take the new certificates and the new token"));
 }
 
+TEST(HolderService, ARenewedTokenCountsBesideTls) {
+  const TestCertificates files;
+  v1::Config config = WithCredentials(files);
+  *config.mutable_api()->mutable_tls() = files.Tls("worker.pool");
+  NoKv held;
+  const auto service = HolderService::Start("127.0.0.1:0", config, held);
+  ASSERT_TRUE(service.ok()) << service.status();
+  v1::ApiSection api;
+  *api.mutable_tls() = files.Tls("front-end.pool");
+  api.mutable_tls()->set_server_name("worker.pool");
+  api.set_token(files.Write("token", "old"));
+  auto channels = HolderChannels::Make(api);
+  ASSERT_TRUE(channels.ok()) << channels.status();
+  const std::string& address = (*service)->address();
+  EXPECT_TRUE(absl::IsUnauthenticated(Fetch(**channels, address)));
+  files.Write("token", "abc\n");
+  EXPECT_TRUE(Eventually([&] { return absl::IsNotFound(Fetch(**channels, address, "b")); }));
+}
+
 // At every interface is nowhere that it could tell others.
 TEST(HolderService, RefusesEveryInterface) {
   EndlessKv held;

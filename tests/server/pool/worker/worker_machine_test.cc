@@ -224,13 +224,16 @@ TEST_F(WorkerMachineTest, RefusesMoreTokensThanARankHas) {
   HearShard(1, kFirstRank);
   sent_.clear();
   const int64_t tokens = plan_.layout.ChunkTokens(plan_.RankAt(kFirstRank + 1));
-  Hear([&](v1::LeaderMessage& message) {
-    v1::Shard& shard = *message.mutable_shard();
-    shard.set_run(1);
-    shard.set_rank(kFirstRank + 1);
-    for (int64_t i = 0; i <= tokens; ++i) shard.add_ids(1);
-  });
-  ASSERT_EQ(sent_.size(), 1u);
+  for (const int64_t begin : {int64_t{0}, tokens - 1}) {
+    Hear([&](v1::LeaderMessage& message) {
+      v1::Shard& shard = *message.mutable_shard();
+      shard.set_run(1);
+      shard.set_rank(kFirstRank + 1);
+      shard.set_begin(static_cast<uint64_t>(begin));
+      for (int64_t i = begin; i < tokens - 1 || (begin > 0 && i <= tokens); ++i) shard.add_ids(1);
+    });
+    ASSERT_EQ(sent_.size(), begin == 0 ? 0u : 1u) << "both together are one too many";
+  }
   EXPECT_TRUE(absl::IsInternal(FromOutcome(sent_[0].prepared().outcome())));
   EXPECT_EQ(machine_.reserved_bytes(), 0);
   HearShard(1, kFirstRank + 1);
@@ -355,6 +358,16 @@ TEST_F(WorkerMachineTest, ConfirmsEveryCancel) {
   EXPECT_EQ(machine_.reserved_bytes(), 0);
 }
 
+TEST_F(WorkerMachineTest, AsksItsHostToStopOnce) {
+  Join();
+  BeginRun(5);
+  HearCancel(5);
+  Hear([](v1::LeaderMessage& message) { message.mutable_abort()->set_run(5); });
+  machine_.OnDisconnected(connection_, absl::UnavailableError("reset"), now_);
+  Do();
+  EXPECT_EQ(stopped_, std::vector<uint64_t>{5});
+}
+
 TEST_F(WorkerMachineTest, StopsAllRunsWhenTheLeaderIsGoneAndJoinsOnceTheHostStandsStill) {
   Join();
   BeginRun(5);
@@ -474,19 +487,20 @@ TEST_F(WorkerMachineTest, RefusesAPrepareThatContradictsItself) {
 
 TEST_F(WorkerMachineTest, MeasuresOnlyWhereAllRanksArePaired) {
   Join();
-  for (const bool pairing : {true, false}) {
-    const uint64_t run = pairing ? 5 : 6;
+  for (const int bad : {-1, 0, 1}) {  // which of the two is no pairing
+    const uint64_t run = 6 + static_cast<uint64_t>(bad);
     HearPrepare(run);
     for (int seat = kFirstRank; seat < kFirstRank + kRanks; ++seat) HearShard(run, seat);
     machine_.OnRunPrepared(run, std::vector<std::string>{"b", "c"});
     Hear([&](v1::LeaderMessage& message) {
       message.mutable_run()->set_run(run);
-      for (const std::vector<int>& peers : {std::vector<int>{1, 0, 3, 2}, {pairing ? 2 : 1, 3, 0, 1}}) {
+      for (const std::vector<int>& peers :
+           {std::vector<int>{bad == 0 ? 2 : 1, 0, 3, 2}, {bad == 1 ? 1 : 2, 3, 0, 1}}) {
         message.mutable_run()->add_probes()->mutable_peers()->Assign(peers.begin(), peers.end());
       }
     });
     ASSERT_EQ(started_.back().run, run);
-    EXPECT_EQ(started_.back().probes.size(), pairing ? 2u : 0u) << "all take part, or none";
+    EXPECT_EQ(started_.back().probes.size(), bad < 0 ? 2u : 0u) << "all take part, or none";
   }
   RankOutput output;
   output.links = {Link{.latency_seconds = 1e-5, .bytes_per_second = 1e9}, std::nullopt};
