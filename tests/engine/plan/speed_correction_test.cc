@@ -216,6 +216,26 @@ TEST(SpeedCorrection, AFirstOutlierMovesItLittle) {
   }
 }
 
+// Good ones between them show that each was one.
+TEST(SpeedCorrection, OutliersThatComeNowAndThenMoveItLittle) {
+  Pool pool({}, TestSeed());
+  SpeedCorrection correction;
+  const auto run = [&](double factor) {
+    const Prediction predicted = pool.Draw();
+    MeasuredSeconds measured = pool.Run(predicted.parts);
+    measured.all *= factor;
+    measured.attention *= factor;
+    measured.comm_wait *= factor;
+    correction.Observe(predicted, measured);
+  };
+  for (int i = 0; i < 30; ++i) run(1);
+  for (int i = 0; i < 60; ++i) {
+    run(i % 6 == 0 ? 6 : 1);
+    EXPECT_NEAR(correction.factors().products, 1, 0.2) << i;
+    EXPECT_NEAR(correction.factors().attention, 1, 0.2) << i;
+  }
+}
+
 TEST(SpeedCorrection, ReachesItsBoundsAndNoFurther) {
   constexpr double kMost = SpeedCorrection::kMostFactor;
   for (const auto& [times, bound] : {std::pair(1.5 * kMost, kMost), std::pair(0.5 / kMost, 1 / kMost)}) {

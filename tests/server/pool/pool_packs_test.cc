@@ -191,6 +191,20 @@ TEST_F(PoolPacksTest, KnowsWhoIsThere) {
   ASSERT_TRUE(Eventually([&] { return engine_->pack_room() == PackRoom(); }));
 }
 
+TEST_F(PoolPacksTest, KnowsWhatARunLeaves) {
+  StartToys({2});
+  const int64_t all = engine_->pack_room().rank_bytes;
+  const auto tokens = RandomTokens(random_, 3000);
+  auto live = engine_->Start({tokens, PrefillOptions()}, nullptr);
+  ASSERT_TRUE(live.ok()) << live.status();
+  (*live)->Pause();
+  EXPECT_LT(engine_->pack_room().rank_bytes, all);
+  (*live)->Resume();
+  EXPECT_TRUE((*live)->Wait().ok());
+  live->reset();
+  EXPECT_TRUE(Eventually([&] { return engine_->pack_room().rank_bytes == all; }));
+}
+
 TEST_F(PoolPacksTest, RefusesWhatDoesNotFit) {
   StartToys({1});
   const int64_t most = engine_->pack_room().rank_tokens;

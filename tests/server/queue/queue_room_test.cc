@@ -424,6 +424,17 @@ TEST_F(QueueRoomTest, AnUploadWithinItsShareHasRoomForTheRest) {
   EXPECT_EQ(room_->PlacesToTakeToPay(second, kFree), std::vector<LostPlace>{});
 }
 
+// Its share is a third of the queue, and it is half of it.
+TEST_F(QueueRoomTest, ALoneUploadBeyondItsShareHasRoomForTheRest) {
+  MakeRoom({.max_tokens = 16 * kFree});
+  const Ticket uploads = Enter({.tenant = "a"}, 8 * kFree);
+  Complete(Enter({.tenant = "c"}, kFree));
+  for (int i = 0; i < 14; ++i) Complete(Enter({.tenant = "b"}, kFree));
+  EXPECT_EQ(Claims().tokens, limits_.max_tokens);
+  EXPECT_TRUE(Pay(uploads, 4 * kFree));
+  EXPECT_EQ(paid_by_others_, 7);
+}
+
 TEST_F(QueueRoomTest, NobodyLosesAPlaceToAnUploadThatIsRefused) {
   v1::Config config;
   (*config.mutable_tenants())["a"].set_max_tokens(6 * kFree);
