@@ -582,12 +582,12 @@ TEST_F(KvServiceTest, AReaderWhoStandsStillIsEnded) {
 // Each part has its time, not all of them together.
 TEST_F(KvServiceTest, AReaderWhoIsSlowIsServed) {
   StartServer({"limits.result_timeout=1500ms"});
-  constexpr size_t kTokens = 60'000;  // 30 MB in parts of 1 MiB: more than connections hold
+  constexpr size_t kTokens = 120'000;  // 60 MB in parts of 1 MiB: more than connections hold
   const v1::PrefillResult result = Prefill(kTokens, 600);
   const auto context = client_->Context();
   const auto stream = client_->stub().FetchKv(context.get(), Request(result.kv().lease()));
   const absl::Time begin = MonotonicNow();
-  for (v1::KvPart part; stream->Read(&part);) absl::SleepFor(absl::Milliseconds(80));
+  for (v1::KvPart part; stream->Read(&part);) absl::SleepFor(absl::Milliseconds(60));
   EXPECT_GT(MonotonicNow() - begin, absl::Milliseconds(1500));
   const grpc::Status status = stream->Finish();
   EXPECT_TRUE(status.ok()) << status.error_message();
