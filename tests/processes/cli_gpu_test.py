@@ -58,7 +58,7 @@ class CliGpuTest(PoolTestCase):
         self.assertEqual(*(answer["top"] for answer in answers))
         config = self.tmp / "shared.yaml"
         config.write_text(f"model: {{path: {self.model}, dtype: bf16, weights: sharded}}\n"
-                          "pool: {embedded: {device: cuda, ranks: 2}}\n")
+                          "pool: {embedded: {device: cuda, ranks: 2}}\nlisten: 127.0.0.1:0\nmetrics_listen: ''\n")
         plan = json.loads(self.succeed("plan", "--config", config, "--tokens", 1000, "--json"))
         self.assertEqual(plan["weights"]["mode"], "sharded")
         self.assertEqual([mode["mode"] for mode in plan["weights"]["modes"]], ["resident", "sharded", "streamed"])

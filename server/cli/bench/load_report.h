@@ -15,8 +15,8 @@ struct LengthFigures {
   LoadClass of;
   std::vector<double> slowdowns;    // TTFT over lone TTFT
   std::vector<double> first_comes;  // TTFT over lone TTFT, if prompts were served first come, first served
-  std::vector<double>
-      by_themselves;  // the same, if none of another length had come: no order betters the worst
+  // TTFT over lone TTFT, if none of another length had come: no order betters the worst.
+  std::vector<double> by_themselves;
   // Wait and prefill; the same where only one of them were wrong.
   std::vector<PredictedTime> predictions, wait_predictions, prefill_predictions;
 };
