@@ -217,6 +217,7 @@ class PoolSimulation {
     bool finished = false;
     uint64_t losses = 0;  // of workers, until it was
     bool begun = false;
+    bool is_next_piece = false;                        // of its prompt: it runs where those before it did
     uint64_t pause = 0;                                // number of the last one
     std::set<uint64_t> still;                          // links whose workers stand still in it
     absl::Time paused_since = absl::InfiniteFuture();  // it goes on

@@ -71,11 +71,12 @@ void PoolSimulation::CheckWorkersLost(const RunTold& told) {
 }
 
 // A run on a sub-mesh takes its share of the workers. It takes none on which others compute while nothing
-// lives on another sub-mesh, and there is room for K and V.
+// lives on another sub-mesh, and there is room for K and V; but for a prompt's next piece, which runs where
+// the first one did.
 void PoolSimulation::CheckSubmesh(uint64_t run) {
   const RunTold& told = runs_told_.at(run);
   const auto request = requests_.find(told.ticket);
-  if (request == requests_.end() || request->second.submeshes == 1) return;
+  if (request == requests_.end() || request->second.submeshes == 1 || told.is_next_piece) return;
   std::vector<int> members;  // by place
   for (const Leader::WorkerView& worker : leader_->workers()) {
     const auto node = std::find_if(nodes_.begin(), nodes_.end(),
@@ -170,6 +171,7 @@ void PoolSimulation::OnRunTold(const v1::Prepare& prepare) {
     }
     told.computed_by.resize(end, piece.run());
   }
+  told.is_next_piece = begun;
   if (told.computed_by.size() != prepare.plan().cached_tokens()) Fail("a prefix of another length");
   if (prepare.prefix_size() > 0 && !begun) ++census_.behind_a_prefix;
   told.computed_by.resize(prepare.plan().cached_tokens() + prepare.plan().tokens(), prepare.run());
