@@ -192,6 +192,17 @@ absl::Status PoolEngine::CheckRoom() const {
       absl::StrCat("the pool runs ", capacity(), " prefills at a time; wait for the end of one"));
 }
 
+void PoolEngine::Learn(const Prediction& predicted, const MeasuredSeconds& measured) {
+  correction_.Observe(predicted, measured);
+  const bool wrong = correction_.StaysWrong();
+  if (std::exchange(speeds_forgotten_, wrong) || !wrong) return;
+  LogPoolNote(
+      absl::StrCat(correction_.WhatIsWrong(), "; workers that keep theirs measure it at their next start"),
+      /*warning=*/true);
+  leader_.ForgetSpeeds();
+  DoActions();
+}
+
 // ---- Packs.
 
 PackRoom PoolEngine::pack_room() const {
@@ -318,17 +329,6 @@ void PoolEngine::Tick() {
 
 void PoolEngine::Do(Leader::Send& send) { control_->Send(send.to, std::move(send.message)); }
 void PoolEngine::Do(Leader::Close& close) { control_->Close(close.connection); }
-void PoolEngine::Learn(const Prediction& predicted, const MeasuredSeconds& measured) {
-  correction_.Observe(predicted, measured);
-  const bool wrong = correction_.StaysWrong();
-  if (std::exchange(speeds_forgotten_, wrong) || !wrong) return;
-  LogPoolNote(
-      absl::StrCat(correction_.WhatIsWrong(), "; workers that keep theirs measure it at their next start"),
-      /*warning=*/true);
-  leader_.ForgetSpeeds();
-  DoActions();
-}
-
 void PoolEngine::Do(Leader::LogLine& line) { Log(line.text, {.level = line.level}); }
 
 void PoolEngine::Do(Leader::Answer& answer) {

@@ -210,8 +210,8 @@ double RunOrder::LikelyEndSeconds(const Turn& turn, absl::Time now) const {
   // Where nothing gives way, they come before its begin alone.
   const double beside = options_.most_live == 1 ? turn.begins_seconds : turn.ends_seconds;
   const double later = beside * share / (1 - share);
-  const double deadline =
-      absl::ToDoubleSeconds(entry.job.deadline - now);  // from some time before it has turns
+  // It becomes urgent early enough to end by then.
+  const double deadline = absl::ToDoubleSeconds(entry.job.deadline - now);
   return std::max(turn.ends_seconds, std::min(turn.ends_seconds + later, deadline));
 }
 

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
 #include "absl/time/time.h"
 #include "kernels/return_if_error.h"
 #include "server/cli/bench/load_clients.h"
@@ -38,6 +39,7 @@ constexpr double kLeastFlightRatio = 0.97, kLeastOfLone = 0.9, kLeastGoodput = 0
 constexpr double kMostRefusalSeconds = 0.01;
 constexpr double kLeastShare = 0.45, kMostLoneMedianError = 0.2;
 constexpr double kMostWaitOfMaxAge = 1.05;
+constexpr double kMostPrompts = 1e7;
 constexpr double kAges = 4;  // times queue.max_age that a flood of a class takes
 constexpr int kFloods = 8;   // times as many prompts of the tenant that floods as in flight
 
@@ -413,14 +415,22 @@ class BenchServeCommand : public Command {
   // one of the lowest.
   absl::Status RunClasses() {
     ASSIGN_OR_RETURN(const double seconds_of_one, SecondsOf(tokens_, 1, 1));
-    const auto count = static_cast<size_t>(std::ceil(kAges * max_age_seconds_ / seconds_of_one));
+    const double count = std::ceil(kAges * max_age_seconds_ / seconds_of_one);
+    if (count > kMostPrompts) {
+      return absl::InvalidArgumentError(
+          absl::StrFormat("%.3g prompts would come until %g times --max-age; lower it, and the server's "
+                          "queue.max_age, or raise "
+                          "--tokens",
+                          count, kAges));
+    }
     const LoadPrompt highest = {.due_seconds = 0, .tokens = tokens_, .tenant = "", .priority = kTopPriority};
     const LoadPrompt lowest = {
         .due_seconds = max_age_seconds_ / 10, .tokens = tokens_, .tenant = "", .priority = -kTopPriority};
     const LoadOptions of_lowest = NextLoad(1, 1);
     LoadOutcome waits;
     std::thread low([&] { waits = SendLoad(*channel_, {&lowest, 1}, of_lowest).front(); });
-    std::vector<LoadOutcome> outcomes = Send(std::vector<LoadPrompt>(count, highest), in_flight_);
+    std::vector<LoadOutcome> outcomes =
+        Send(std::vector<LoadPrompt>(static_cast<size_t>(count), highest), in_flight_);
     low.join();
     const double flood_seconds = EndOf(outcomes);
     outcomes.push_back(waits);

@@ -263,6 +263,8 @@ TEST(BenchServe, RefusesAServerThatLoadsAndALoadWithoutPrompts) {
   EXPECT_EQ(
       Bench(server, "overload", {"--seconds", "1e-12", "--rounds", "1", "--in-flight", "1"}).status.message(),
       "no prompt comes in that time; raise --seconds");
+  EXPECT_THAT(std::string(Bench(server, "classes", {"--max-age", "1e12"}).status.message()),
+              MatchesRegex("[0-9.e+]+ prompts would come until 4 times --max-age; lower it, .*"));
   server.vocab = 0;
   EXPECT_EQ(Bench(server, "flight", {}).status,
             absl::UnavailableError("server " + server.address() + " is loading its model; try again soon"));

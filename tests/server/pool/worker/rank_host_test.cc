@@ -96,8 +96,14 @@ TEST_F(RankHostTest, DropsTheSpeedThatItKeeps) {
     return nlohmann::json::parse(std::ifstream(options_.speed_profile_path))["pools"].size();
   };
   EXPECT_EQ(kept(), 1u);
+  const CapturedLog log;
   host->ForgetSpeed();
   EXPECT_TRUE(Eventually([&] { return kept() == 0; }));
+  EXPECT_TRUE(Eventually([&] { return log.CountOf("and its next start measures it") == 1; })) << log.Text();
+  std::ofstream(options_.speed_profile_path) << "not a profile";
+  host->ForgetSpeed();
+  EXPECT_TRUE(Eventually([&] { return log.CountOf("start the worker with --set plan.measure=true") == 1; }))
+      << log.Text();
 }
 
 TEST_F(RankHostTest, RunsOneRunAfterAnother) {
