@@ -26,12 +26,25 @@ void Tighten(std::optional<Number>& limit, Number other) {
   limit = std::min(limit.value_or(other), other);
 }
 
-void TightenMemory(const std::string& limit_file, const std::string& used_file, ContainerLimits& limits) {
+// The page cache of memory.stat, by the names of its lines: the kernel gives it up before the limit is met.
+int64_t CachedBytes(const std::string& stat_file, const std::string& active, const std::string& inactive) {
+  std::ifstream file(stat_file);
+  int64_t cached = 0, bytes = 0;
+  for (std::string name; file >> name >> bytes;) {
+    if (name == active || name == inactive) cached += bytes;
+  }
+  return cached;
+}
+
+void TightenMemory(const std::string& limit_file, const std::string& used_file, int64_t cached,
+                   ContainerLimits& limits) {
   const auto limit = ReadNumber<int64_t>(limit_file);
   const auto used = ReadNumber<int64_t>(used_file);
   if (!limit.has_value() || *limit >= kUnlimitedBytes) return;
   Tighten(limits.memory_bytes, *limit);
-  if (used.has_value()) Tighten(limits.free_memory_bytes, std::max<int64_t>(0, *limit - *used));
+  if (!used.has_value()) return;
+  const int64_t kept = std::max<int64_t>(0, *used - cached);
+  Tighten(limits.free_memory_bytes, std::max<int64_t>(0, *limit - kept));
 }
 
 // cpu.max of v2: "150000 100000", or "max 100000".
@@ -52,7 +65,8 @@ std::vector<std::string> GroupsAbove(const std::string& group) {
 }
 
 void ReadV2(const std::string& folder, ContainerLimits& limits) {
-  TightenMemory(folder + "/memory.max", folder + "/memory.current", limits);
+  const int64_t cached = CachedBytes(folder + "/memory.stat", "active_file", "inactive_file");
+  TightenMemory(folder + "/memory.max", folder + "/memory.current", cached, limits);
   TightenCpus(folder + "/cpu.max", limits);
 }
 
@@ -62,7 +76,8 @@ void ReadV1(const std::string& mount, const std::string& controllers, const std:
   for (std::string name; std::getline(names, name, ',');) {
     const std::string folder = mount + "/" + name + group;
     if (name == "memory") {
-      TightenMemory(folder + "/memory.limit_in_bytes", folder + "/memory.usage_in_bytes", limits);
+      const int64_t cached = CachedBytes(folder + "/memory.stat", "total_active_file", "total_inactive_file");
+      TightenMemory(folder + "/memory.limit_in_bytes", folder + "/memory.usage_in_bytes", cached, limits);
     }
     if (name == "cpu") {
       const auto quota = ReadNumber<double>(folder + "/cpu.cfs_quota_us");

@@ -10,9 +10,11 @@ namespace meshfill {
 
 // The tightest of the process's groups and of those above them, by cgroup v2 and v1. Unset: no limit.
 struct ContainerLimits {
-  std::optional<double> cpus;                // CPU seconds a second
-  std::optional<int64_t> memory_bytes;       // limit for all processes of the group together
-  std::optional<int64_t> free_memory_bytes;  // what the group may still take of that limit
+  std::optional<double> cpus;           // CPU seconds a second
+  std::optional<int64_t> memory_bytes;  // limit for all processes of the group together
+  // What the group may still take of that limit, its page cache given up: files that were read count as taken
+  // until then.
+  std::optional<int64_t> free_memory_bytes;
 };
 
 // Reads /proc/self/cgroup and /sys/fs/cgroup below `root`. What cannot be read sets no limit.

@@ -69,6 +69,29 @@ TEST_F(ContainerLimitsTest, ReadsAContainersLimitsOfBothVersions) {
   }
 }
 
+// A model's files that were read stay in the page cache, and in what the group is said to use.
+TEST_F(ContainerLimitsTest, ThePageCacheIsFree) {
+  const std::string stat = "anon 100\nfile 250\ninactive_file 150\nactive_file 50\nunevictable 7";
+  const std::string hierarchy =
+      "inactive_file 1\nactive_file 1\ntotal_inactive_file 150\ntotal_active_file 50";
+  const auto v2 = [&](const std::string& used) {
+    return Read({{"proc/self/cgroup", "0::/"},
+                 {"sys/fs/cgroup/memory.max", "1000"},
+                 {"sys/fs/cgroup/memory.current", used},
+                 {"sys/fs/cgroup/memory.stat", stat}});
+  };
+  const auto v1 = [&](const std::string& used) {
+    return Read({{"proc/self/cgroup", "3:memory:/"},
+                 {"sys/fs/cgroup/memory/memory.limit_in_bytes", "1000"},
+                 {"sys/fs/cgroup/memory/memory.usage_in_bytes", used},
+                 {"sys/fs/cgroup/memory/memory.stat", hierarchy}});
+  };
+  EXPECT_EQ(v2("900").free_memory_bytes, 300);
+  EXPECT_EQ(v1("900").free_memory_bytes, 300);
+  EXPECT_EQ(v2("1300").free_memory_bytes, 0) << "above its limit";
+  EXPECT_EQ(v2("10").free_memory_bytes, 1000) << "the two files were not read at the same moment";
+}
+
 // A service's own group, with a tighter one above it.
 TEST_F(ContainerLimitsTest, TheTightestOfTheGroupsAboveCounts) {
   const ContainerLimits limits =
