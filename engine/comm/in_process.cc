@@ -8,10 +8,10 @@
 
 #include "absl/base/thread_annotations.h"
 #include "absl/strings/str_cat.h"
-#include "engine/comm/run_deadline.h"
 #include "kernels/monotonic_time.h"
 #include "kernels/mutex.h"
 #include "kernels/return_if_error.h"
+#include "kernels/run_deadline.h"
 
 namespace meshfill {
 namespace {

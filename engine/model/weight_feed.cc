@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <deque>
+#include <optional>
 #include <system_error>
 #include <thread>
 #include <utility>
@@ -13,6 +14,7 @@
 #include "engine/model/layer_shape.h"
 #include "kernels/monotonic_time.h"
 #include "kernels/mutex.h"
+#include "kernels/run_deadline.h"
 
 namespace meshfill {
 namespace {
@@ -47,13 +49,15 @@ class AheadFeed final : public WeightFeed {
     MutexLock lock(mu_);
     MoveTo(reader, part);
     uint64_t seen = reads();
-    absl::Time deadline = MonotonicNow() + timeout;
+    std::optional<RunDeadline> deadline;  // while the run stands still, the others take no part either
+    const auto begin_anew = [&] { deadline.emplace(stop_, MonotonicNow() + timeout); };
+    begin_anew();
     while (true) {
       if (!error_.ok()) return error_;
       if (stop_ != nullptr && stop_->stopped()) return absl::CancelledError("the run was stopped");
       if (part < first_ + std::ssize(held_)) return held_[part - first_].get();
-      if (std::exchange(seen, reads()) != seen) deadline = MonotonicNow() + timeout;
-      if (MonotonicNow() >= deadline) {
+      if (std::exchange(seen, reads()) != seen) begin_anew();
+      if (MonotonicNow() >= deadline->Now()) {
         return absl::DeadlineExceededError(absl::StrCat(maker_->PartName(part), " has not come, and for ",
                                                         absl::FormatDuration(timeout), " nothing was read; ",
                                                         maker_->advice()));

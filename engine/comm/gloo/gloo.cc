@@ -17,10 +17,10 @@
 #include "engine/comm/checksum.h"
 #include "engine/comm/gloo/gloo_pair.h"
 #include "engine/comm/gloo/gloo_rendezvous.h"
-#include "engine/comm/run_deadline.h"
 #include "kernels/monotonic_time.h"
 #include "kernels/mutex.h"
 #include "kernels/return_if_error.h"
+#include "kernels/run_deadline.h"
 
 namespace meshfill {
 namespace {

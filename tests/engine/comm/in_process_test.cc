@@ -8,10 +8,10 @@
 #include <vector>
 
 #include "absl/time/clock.h"
-#include "engine/comm/run_deadline.h"
 #include "gtest/gtest.h"
 #include "kernels/monotonic_time.h"
 #include "kernels/reference/reference_device.h"
+#include "kernels/run_deadline.h"
 #include "kernels/stop_token.h"
 #include "tests/engine/random_seed.h"
 #include "tests/engine/run/watched_stream.h"

@@ -350,6 +350,24 @@ TEST_F(StreamedWeightsTest, AFileThatShrinksIsAnErrorThatNamesIt) {
   EXPECT_TRUE(absl::IsDataLoss(none->Take(0, 0, kLong).status()));
 }
 
+// The rank that is behind stands still with the run.
+TEST_F(StreamedWeightsTest, PausesAreNoPartOfAWait) {
+  StopToken stop;
+  const std::unique_ptr<WeightFeed> feed = weights_->Open(2, parts(), &stop);
+  ASSERT_TRUE(feed->Take(0, 0, kLong).ok());
+  ASSERT_TRUE(feed->Take(1, 1, kLong).ok());
+  stop.Pause();
+  std::thread resumer([&] {
+    const absl::Time until = MonotonicNow() + absl::Milliseconds(100);
+    while (MonotonicNow() < until) std::this_thread::yield();
+    feed->Leave(0);
+    stop.Resume();
+  });
+  const absl::Status paused = feed->Take(1, 2, absl::Milliseconds(30)).status();
+  EXPECT_TRUE(paused.ok()) << paused;
+  resumer.join();
+}
+
 // The rank that is ahead waits for the other, which says when it gets on.
 TEST_F(StreamedWeightsTest, WaitsEndAtTheirDeadlineOrWithTheRun) {
   StopToken stop;

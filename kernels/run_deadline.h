@@ -1,7 +1,7 @@
 // The deadline of a wait in a run that may stand still meanwhile (kernels/stop_token.h): the run's pauses are
 // no part of the wait.
-#ifndef MESHFILL_ENGINE_COMM_RUN_DEADLINE_H_
-#define MESHFILL_ENGINE_COMM_RUN_DEADLINE_H_
+#ifndef MESHFILL_KERNELS_RUN_DEADLINE_H_
+#define MESHFILL_KERNELS_RUN_DEADLINE_H_
 
 #include "absl/time/time.h"
 #include "kernels/stop_token.h"
@@ -28,4 +28,4 @@ class RunDeadline {
 
 }  // namespace meshfill
 
-#endif  // MESHFILL_ENGINE_COMM_RUN_DEADLINE_H_
+#endif  // MESHFILL_KERNELS_RUN_DEADLINE_H_
