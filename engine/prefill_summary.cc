@@ -31,7 +31,11 @@ std::vector<TokenLogit> BestTokens(const std::vector<float>& logits, int count) 
   return best;
 }
 
+bool IsFinite(float logit) { return std::isfinite(logit); }
+
 }  // namespace
+
+bool AreFinite(std::span<const float> logits) { return std::all_of(logits.begin(), logits.end(), IsFinite); }
 
 MeasuredSeconds MeasuredSecondsOf(double seconds, std::span<const RankStats> ranks) {
   MeasuredSeconds measured = {.all = seconds};
@@ -52,9 +56,8 @@ absl::Status SummarisePrefill(const ModelShape& model, const std::string& model_
     result.comm_wait_seconds = std::max(result.comm_wait_seconds, stats.comm_wait_seconds());
     if (stats.sent.total() > result.comm_bytes.total()) result.comm_bytes = stats.sent;
   }
-  const auto bad = std::find_if_not(result.logits.begin(), result.logits.end(),
-                                    [](float logit) { return std::isfinite(logit); });
-  if (bad != result.logits.end()) {
+  if (!AreFinite(result.logits)) {
+    const auto bad = std::find_if_not(result.logits.begin(), result.logits.end(), IsFinite);
     return absl::InternalError(absl::StrCat("the logit of token ", bad - result.logits.begin(), " is ", *bad,
                                             "; the weights of model ", model_name,
                                             " overflow on this prompt; try dtype f32"));

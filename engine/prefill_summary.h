@@ -19,6 +19,9 @@ namespace meshfill {
 absl::Status SummarisePrefill(const ModelShape& model, const std::string& model_name, double peak_flops,
                               int top_k, PrefillResult& result);
 
+// Whether none is NaN or Inf: else the weights overflow on the prompt, or a device is broken.
+bool AreFinite(std::span<const float> logits);
+
 // What a prefill took that was over after `seconds`.
 MeasuredSeconds MeasuredSecondsOf(double seconds, std::span<const RankStats> ranks);
 

@@ -222,7 +222,7 @@ void KvDirectory::OnLayersDone(uint64_t run, int layers) {
   ++version_;
 }
 
-KvSlabs KvDirectory::OnRunOver(uint64_t run, const Workers& workers) {
+KvSlabs KvDirectory::OnRunOver(uint64_t run, bool good, const Workers& workers) {
   Lease* const lease = LeaseOf(run);
   auto extracted = running_.extract(run);
   if (extracted.empty()) return {};
@@ -241,7 +241,7 @@ KvSlabs KvDirectory::OnRunOver(uint64_t run, const Workers& workers) {
   if (running.names == nullptr && !running.more_pieces) return {};
   runs_held_.OnKept(*running.slabs.pieces.back().run);
   if (running.more_pieces) return std::move(running.slabs);
-  runs_held_.Enter(*running.names, running.slabs, workers);
+  if (good) runs_held_.Enter(*running.names, running.slabs, workers);
   return {};
 }
 

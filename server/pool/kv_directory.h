@@ -124,8 +124,9 @@ class KvDirectory {
   void OnRunning(uint64_t run);
   void OnLayersDone(uint64_t run, int layers);
   // The run is over, and its workers keep what they have. `workers` are those that are there to stay. What
-  // the next piece of its prompt runs behind, if one does.
-  KvSlabs OnRunOver(uint64_t run, const Workers& workers);
+  // the next piece of its prompt runs behind, if one does. What is not `good` is not for later prompts: they
+  // would be as bad.
+  KvSlabs OnRunOver(uint64_t run, bool good, const Workers& workers);
   // The run is being stopped: its workers drop what they have. Once is enough. If the prompt goes again on
   // these workers, all of its own among them, its room stays its own.
   void OnRunFailed(uint64_t run, const std::string& why, const Workers& again_on);

@@ -110,6 +110,7 @@ RunCoordinator::Outcome Leader::OnRunMessage(Connection connection, const v1::Wo
   RunCoordinator& run = RunOf(message)->coordinator;
   switch (message.body_case()) {
     case v1::WorkerMessage::kPrepared:
+      if (message.prepared().outcome().code() == 0) members_.FailsToPrepare(connection, /*prepared=*/true);
       return run.OnPrepared(connection, message.prepared(), now);
     case v1::WorkerMessage::kProgress:
       return run.OnProgress(connection, message.progress(), now);
@@ -136,6 +137,11 @@ RunCoordinator::Outcome Leader::OnRunMessage(Connection connection, const v1::Wo
 void Leader::OnDisconnected(Connection connection, absl::Time now) {
   members_.OnStrangerGone(connection);
   if (members_.Find(connection) != nullptr) DropWorkers({connection}, "its stream ended", now);
+}
+
+void Leader::OnStoodStill(absl::Duration stood, absl::Time now) {
+  members_.OnLeaderStoodStill(stood, now);
+  for (auto& [number, run] : live_.runs) run.coordinator.OnLeaderStoodStill(stood, now);
 }
 
 void Leader::OnTick(absl::Time now) {
@@ -340,10 +346,17 @@ void Leader::Do(RunId run, RunCoordinator::Completed& completed, absl::Time now)
 void Leader::Do(RunId run, RunCoordinator::RequestFailed& failed, absl::Time now) {
   // What fails beside others may go well by itself, on all ranks.
   if (live_.runs.at(run).pack.has_value()) {
-    return ender_.EndEpoch(run, std::string(failed.status.message()), /*lost_workers=*/false, now);
+    ender_.EndEpoch(run, std::string(failed.status.message()), /*lost_workers=*/false, now);
+  } else {
+    live_.Answer(live_.runs.at(run).ticket, failed.status);
+    ender_.Cancel(live_.runs.at(run), now);
   }
-  live_.Answer(live_.runs.at(run).ticket, failed.status);
-  ender_.Cancel(live_.runs.at(run), now);
+  if (failed.unprepared == 0 || !members_.FailsToPrepare(failed.unprepared, /*prepared=*/false)) return;
+  RunCoordinator::WorkersFailed failing = {
+      .workers = {failed.unprepared},
+      .why = absl::StrCat("it could prepare none of the last runs: ", failed.status.message()),
+      .keep_out = true};
+  Do(run, failing, now);
 }
 
 void Leader::Do(RunId run, RunCoordinator::RunFailed& failed, absl::Time now) {

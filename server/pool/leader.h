@@ -131,6 +131,9 @@ class Leader {
   void OnMessage(Connection connection, const v1::WorkerMessage& message, absl::Time now);
   void OnDisconnected(Connection connection, absl::Time now);
   void OnTick(absl::Time now);  // a few times in a second
+  // This process stood still for so long, up to now: stopped, frozen, or swapped out. Whom it could not hear
+  // meanwhile is no more silent than before.
+  void OnStoodStill(absl::Duration stood, absl::Time now);
   // Requests that cannot begin yet wait, in order.
   Ticket Submit(const Request& request, absl::Time now);
   struct PackedRequest {

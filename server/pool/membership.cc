@@ -20,6 +20,8 @@ namespace {
 constexpr size_t kMaxNameCharacters = 128;
 constexpr size_t kMaxTextBytes = 256;  // most bytes of each other text of an offer
 constexpr size_t kMaxRememberedRefusals = 256;
+constexpr int kMostUnprepared = 3;                        // runs in a row that a worker could not prepare
+constexpr uint64_t kMostEpochsAhead = uint64_t{1} << 42;  // milliseconds of 139 years: pool_engine.cc
 constexpr size_t kMaxKeptOut = 256;
 // What no machine has, so that plans over it would be of infinite or negative seconds and bytes.
 constexpr uint64_t kMaxMemoryBytes = uint64_t{1} << 60;
@@ -143,6 +145,8 @@ bool Membership::OnStrangerMessage(Connection connection, const v1::WorkerMessag
   std::erase_if(refused_, [&](const auto& refusal) { return refusal.first == offer.name(); });
   if (weights_hash_ == 0) weights_hash_ = offer.model().weights_hash();
   workers_[connection] = {.connection = connection, .offer = offer, .leaving = false, .heard_at = now};
+  // It was in another pool, or in one whose leader's clock was ahead: it ends what is of earlier epochs.
+  epoch_ = std::max(epoch_, message.epoch());
   changed_ = true;
   ++counters_.joins;
   actions_.AddMessage(connection, epoch_).mutable_welcome();
@@ -214,9 +218,10 @@ absl::Status Membership::CheckOffer(const v1::Join& offer, uint64_t heard_epoch,
   if (weights_hash_ != 0 && model.weights_hash() != weights_hash_) {
     // Where the leader has none itself, the first worker's may be the wrong ones.
     retry = options_.model.weights_hash() == 0;
-    return absl::FailedPreconditionError(absl::StrCat(
-        "the worker's weights of model ", options_.model.name(), " differ from ",
-        retry ? "those of the workers that are there" : "the leader's", "; give all the same files, and the same version of meshfill"));
+    return absl::FailedPreconditionError(
+        absl::StrCat("the worker's weights of model ", options_.model.name(), " differ from ",
+                     retry ? "those of the workers that are there" : "the leader's",
+                     "; give all the same files, and the same version of meshfill"));
   }
   if (offer.encrypt() != options_.encrypt) {
     return absl::FailedPreconditionError(absl::StrCat(
@@ -266,10 +271,10 @@ absl::Status Membership::CheckOffer(const v1::Join& offer, uint64_t heard_epoch,
     return absl::InvalidArgumentError(absl::StrCat("the worker offers ", offer.peak_flops(),
                                                    " FLOP/s, as no machine has; set pool.worker.peak_flops"));
   }
-  if (heard_epoch > epoch_) {
-    return absl::FailedPreconditionError(absl::StrCat(
-        "the worker has heard of epoch ", heard_epoch, ", this leader is in epoch ", epoch_,
-        ": it was in another pool, or this machine's clock was set back; start the worker again"));
+  if (heard_epoch > epoch_ && heard_epoch - epoch_ > kMostEpochsAhead) {
+    return absl::FailedPreconditionError(absl::StrCat("the worker has heard of epoch ", heard_epoch,
+                                                      ", this leader is in epoch ", epoch_,
+                                                      ", and no pool has so many; start the worker again"));
   }
   retry = true;
   if (const auto kept_out = kept_out_.find(offer.name());
@@ -324,6 +329,17 @@ void Membership::ReleaseDrained(const std::function<bool(Connection)>& is_busy) 
     entry = workers_.erase(entry);
   }
   ForgetWeightsWhereEmpty();
+}
+
+bool Membership::FailsToPrepare(Connection connection, bool prepared) {
+  Worker& worker = workers_.at(connection);
+  worker.unprepared = prepared ? 0 : worker.unprepared + 1;
+  return worker.unprepared >= kMostUnprepared && workers_.size() > 1;
+}
+
+void Membership::OnLeaderStoodStill(absl::Duration stood, absl::Time now) {
+  for (auto& [connection, worker] : workers_) worker.heard_at = std::min(now, worker.heard_at + stood);
+  for (auto& [connection, since] : strangers_) since = std::min(now, since + stood);
 }
 
 void Membership::KeepOut(Connection connection, absl::Time now) {

@@ -72,6 +72,7 @@ class Membership {
     v1::Join offer;
     bool leaving = false;
     absl::Time heard_at;
+    int unprepared = 0;  // runs in a row, up to the last, that it could not prepare
   };
   struct Counters {
     uint64_t epochs = 0;
@@ -94,6 +95,11 @@ class Membership {
   // A worker that is about to be removed: one of its name is not taken again for a while, which gets longer
   // each time, unless nobody else is there.
   void KeepOut(Connection connection, absl::Time now);
+  // A worker could or could not prepare a run, for reasons of its own. True: it could not again and again,
+  // and others are there without it.
+  bool FailsToPrepare(Connection connection, bool prepared);
+  // The leader could hear nobody for so long, up to now.
+  void OnLeaderStoodStill(absl::Duration stood, absl::Time now);
   // Takes a worker out of the pool. Returns its name.
   std::string Remove(Connection connection, const std::string& why);
   // Says Goodbye to draining workers that take part in no run.

@@ -320,8 +320,12 @@ void PoolEngine::OnDisconnected(ControlService::Connection connection) {
 
 void PoolEngine::Tick() {
   MutexLock lock(mu_);
+  absl::Time last = MonotonicNow();
   while (!quit_) {
-    leader_.OnTick(MonotonicNow());
+    const absl::Time now = MonotonicNow();
+    if (now - last >= kStoodStill) leader_.OnStoodStill(now - last, now);
+    last = now;
+    leader_.OnTick(now);
     DoActions();
     changed_.WaitFor(mu_, kTick);
   }

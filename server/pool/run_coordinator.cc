@@ -139,8 +139,10 @@ RunCoordinator::Outcome RunCoordinator::OnPrepared(Connection worker, const v1::
   if (phase_ != Phase::kPreparing || !unanswered_.contains(worker)) return {};
   Part& part = parts_.at(worker);
   if (const absl::Status status = FromOutcome(message.outcome()); !status.ok()) {
-    if (IsRetryable(status.code())) return WorkersFailed{{worker}, std::string(status.message())};
-    return RequestFailed{WithWorkerName(part.name, status)};
+    if (IsRetryable(status.code())) {
+      return WorkersFailed{{worker}, std::string(status.message()), /*keep_out=*/true};
+    }
+    return RequestFailed{WithWorkerName(part.name, status), /*unprepared=*/worker};
   }
   const bool has_peers = options_.pack.number == 0;
   const int addresses = has_peers ? part.ranks + (options_.shares_weights ? 1 : 0) : 0;
@@ -367,7 +369,8 @@ void RunCoordinator::Cancel(absl::Time now) {
 void RunCoordinator::BeginStopping(absl::Time now) {
   stopped_still_ = StandsStill();
   phase_ = Phase::kStopping;
-  deadline_ = now + options_.stop_timeout;
+  // A device ends the blocks that it was given before it looks at the stop.
+  deadline_ = now + std::max(options_.stop_timeout, hang_timeout_);
   unanswered_.clear();
   for (const auto& [worker, part] : parts_) unanswered_.insert(worker);
 }
@@ -388,6 +391,11 @@ PromptPlace RunCoordinator::PlaceOfEnd(absl::Time now, absl::Duration delay) con
   const double layers = std::ceil((layers_done_ + 1) * absl::FDivDuration(Computed(now) - heard, heard));
   if (layers < options_.layers - layers_done_) place.last_layer = layers_done_ + static_cast<int>(layers);
   return place;
+}
+
+void RunCoordinator::OnLeaderStoodStill(absl::Duration stood, absl::Time now) {
+  deadline_ += stood;
+  for (Seat& seat : seats_) seat.moved_at = std::min(now, seat.moved_at + stood);
 }
 
 bool RunCoordinator::HasComputed() const {

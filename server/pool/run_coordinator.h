@@ -78,6 +78,7 @@ class RunCoordinator {
   };
   struct RequestFailed {  // the request is to blame: no other run would do better
     absl::Status status;
+    Connection unprepared = 0;  // the worker that could not prepare it, whatever the request is
   };
   struct RunFailed {  // the network or a peer is to blame: another run may do better
     std::string why;
@@ -104,6 +105,8 @@ class RunCoordinator {
   void OnStopped(Connection worker);
   // It is out of the pool: no longer waited for. The caller aborts the run unless it stops already.
   void OnWorkerLost(Connection worker);
+  // The leader could hear nobody for so long, up to now.
+  void OnLeaderStoodStill(absl::Duration stood, absl::Time now);
   // What has taken too long: workers, or the run. Nothing: all is in time.
   Outcome OnTick(absl::Time now) const;
 

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "engine/prefill_summary.h"
 #include "server/observe/log.h"
 
 namespace meshfill {
@@ -19,7 +20,8 @@ RunEnder::RunEnder(absl::Duration silence_timeout, Membership& members, LiveRuns
 
 void RunEnder::Complete(RunId run, absl::StatusOr<RunResult> result, absl::Time now) {
   const LeaderActions::Ticket ticket = live_.runs.at(run).ticket;
-  KvSlabs kept = kv_.OnRunOver(run, members_.ByPlace());
+  const bool good = result.ok() && AreFinite(result->logits);
+  KvSlabs kept = kv_.OnRunOver(run, good, members_.ByPlace());
   std::vector<RunId> others = live_.InPassOf(run);
   std::erase(others, run);
   live_.Forget(run);

@@ -255,6 +255,16 @@ class PoolTest(PoolTestCase):
         victim.signal(signal.SIGCONT)  # it comes back by itself
         self.leader.wait_for('worker "c" joined', count=2)
 
+    def test_a_leader_that_stands_still_loses_nobody(self):
+        self.workers("a", "b")
+        for _ in range(2):
+            self.leader.signal(signal.SIGSTOP)
+            time.sleep(1.3 * SILENCE_SECONDS)  # the workers wait for it twice as long as it for them
+            self.leader.signal(signal.SIGCONT)
+            result = self.prefill(self.prompt)
+            self.check_prefill_object(result, len(self.ids), ranks=result["plan"]["ranks"])
+        self.assertEqual(self.metric("meshfill_worker_losses_total"), 0)
+
     @contextlib.contextmanager
     def standing_still(self, workers):
         """While a client starts: a busy machine would end the prompts that came before it meanwhile."""

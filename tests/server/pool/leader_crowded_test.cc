@@ -1,5 +1,6 @@
 // More requests than the workers have memory for: which begin beside others, and which wait for memory.
 #include <algorithm>
+#include <limits>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -261,6 +262,34 @@ TEST_F(SubmeshesLeaderTest, PredictsTheWorkersThatHaveWhatIsCached) {
   ASSERT_TRUE(plan.ok()) << plan.status();
   EXPECT_EQ(plan->cached_tokens, behind->plan.cached_tokens);
   EXPECT_EQ(plan->predicted.seconds, behind->plan.predicted.seconds);
+}
+
+// As where a device has a fault for a moment: who follows would have NaN, too.
+TEST_F(SubmeshesLeaderTest, CachesNothingWhoseAnswerIsNotFinite) {
+  v1::Join offer = Offer("a");
+  offer.set_kv_memory_bytes(1 << 22);
+  ASSERT_EQ(Join(1, offer), "");
+  const std::vector<uint32_t> prompt(1024, 2);
+  BlockHasher hasher(/*block_tokens=*/16, "");
+  hasher.Append(prompt);
+  const PrefillOptions options = {.block_names = std::make_shared<const KvBlockNames>(
+                                      KvBlockNames{.tenant = "t", .hashes = hasher.hashes()})};
+  for (const bool good : {false, true}) {
+    Submit(prompt, options);
+    Prepare({1});
+    v1::WorkerMessage done = OfRun();
+    done.mutable_rank_done()->set_run(run_);
+    for (int i = 0; i < kVocab; ++i) done.mutable_rank_done()->add_logits(0);
+    if (!good) done.mutable_rank_done()->set_logits(3, std::numeric_limits<float>::quiet_NaN());
+    Say(1, done);
+    ASSERT_TRUE(answers_.back().ok()) << "the engine says what is wrong";
+    const int64_t cached = leader_.SitesFor(options)[0].cached.tokens;
+    EXPECT_EQ(cached > 0, good);
+    const bool ends = std::any_of(sent_[1].begin(), sent_[1].end(),
+                                  [](const auto& sent) { return sent.has_kv_run_ends(); });
+    EXPECT_EQ(ends, true) << "the worker drops what is not finite";
+    Stopped(1);
+  }
 }
 
 // Both workers hold it, and have memory for a part of the prompt beside what stands still there.

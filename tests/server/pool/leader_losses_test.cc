@@ -128,6 +128,114 @@ TEST_F(LeaderTest, AWorkersFaultIsNotToldAsTheClients) {
   }
 }
 
+// Its disk, its memory, its name server: the next request fares no better there.
+class UnpreparedLeaderTest : public LeaderFixture {
+ protected:
+  void Answer(Leader::Connection connection, const absl::Status& status) {
+    ASSERT_NE(PrepareOf(connection), nullptr);
+    v1::WorkerMessage message = OfRun();
+    run_ = PrepareOf(connection)->run();
+    message.mutable_prepared()->set_run(run_);
+    *message.mutable_prepared()->mutable_outcome() = ToOutcome(status);
+    Say(connection, message);
+  }
+  void FailToPrepare(Leader::Connection worker, Leader::Connection other) {
+    answers_.clear();
+    Submit(std::vector<uint32_t>(200, 1));
+    Prepare({other});
+    Answer(worker, absl::FailedPreconditionError("no memory is free"));
+    ASSERT_EQ(answers_.size(), 1u);
+    EXPECT_TRUE(absl::IsFailedPrecondition(answers_[0].status())) << answers_[0].status();
+    Stopped(worker);
+    Stopped(other);
+  }
+};
+
+TEST_F(UnpreparedLeaderTest, WhoCannotPrepareAgainAndAgainIsKeptOut) {
+  Join(1, Offer("a"));
+  Join(2, Offer("b"));
+  for (int time = 0; time < 2; ++time) FailToPrepare(2, 1);
+  Submit(std::vector<uint32_t>(200, 1));
+  Prepare({1, 2});  // it begins anew
+  RankDone(1, 0, 0);
+  RankDone(2, 1, kVocab);
+  Stopped(1);
+  Stopped(2);
+  for (int time = 0; time < 2; ++time) FailToPrepare(2, 1);
+  EXPECT_TRUE(closed_.empty());
+  FailToPrepare(2, 1);
+  ASSERT_EQ(closed_.size(), 1u);
+  EXPECT_EQ(closed_.back(), 2u);
+  EXPECT_NE(log_.back().find("none of the last runs: worker b: no memory is free"), std::string::npos)
+      << log_.back();
+  EXPECT_NE(Join(3, Offer("b")), "");
+  EXPECT_TRUE(sent_[3].back().refused().retry());
+  answers_.clear();
+  Submit(std::vector<uint32_t>(200, 1));
+  Prepare({1});
+  RankDone(1, 0, kVocab);
+  ASSERT_EQ(answers_.size(), 1u);
+  EXPECT_TRUE(answers_[0].ok()) << answers_[0].status();
+}
+
+TEST_F(UnpreparedLeaderTest, TheOnlyWorkerStays) {
+  Join(1, Offer("a"));
+  for (int time = 0; time < 5; ++time) {
+    Submit({1, 2, 3});
+    Answer(1, absl::ResourceExhaustedError("no memory"));
+    Stopped(1);
+  }
+  EXPECT_EQ(answers_.size(), 5u);
+  EXPECT_TRUE(closed_.empty());
+}
+
+// Another run goes without it, until what it lacks may have come.
+TEST_F(UnpreparedLeaderTest, WhatMayGoBetterLaterKeepsItOut) {
+  Join(1, Offer("a"));
+  Join(2, Offer("b"));
+  Submit(std::vector<uint32_t>(200, 1));
+  Prepare({1});
+  Answer(2, absl::UnavailableError("no port is free"));
+  ASSERT_EQ(closed_.size(), 1u);
+  EXPECT_EQ(closed_.back(), 2u);
+  Stopped(1);
+  EXPECT_NE(Join(3, Offer("b")), "");
+  EXPECT_TRUE(sent_[3].back().refused().retry());
+  Prepare({1});
+  RankDone(1, 0, kVocab);
+  ASSERT_EQ(answers_.size(), 1u);
+  EXPECT_TRUE(answers_[0].ok()) << answers_[0].status();
+}
+
+// A device ends the blocks that it was given before it hears of a stop.
+class SlowBlocksLeaderTest : public LeaderFixture {
+ protected:
+  static Leader::Options WithSlowBlocks() {
+    Leader::Options options = Options(1);
+    options.hang_timeout = absl::Seconds(10);
+    return options;
+  }
+  SlowBlocksLeaderTest() : LeaderFixture(WithSlowBlocks()) {}
+};
+
+TEST_F(SlowBlocksLeaderTest, AStopTakesAsLongAsABlockMay) {
+  for (const absl::Duration takes : {absl::Seconds(9), absl::Seconds(11)}) {
+    ASSERT_EQ(Join(1, Offer("a")), "");
+    Submit({1, 2, 3});
+    Prepare({1});
+    leader_.CancelRequest(newest_, absl::CancelledError("no more"), now_);
+    Do();
+    ASSERT_TRUE(sent_[1].back().has_cancel());
+    Pass(takes, {1}, /*computing=*/true);
+    EXPECT_EQ(leader_.capacity().ranks, takes < absl::Seconds(10) ? 1 : 0) << takes;
+    if (leader_.capacity().ranks == 0) continue;
+    Stopped(1);
+    EXPECT_TRUE(leader_.idle());
+    leader_.OnDisconnected(1, now_);
+  }
+  EXPECT_NE(log_.back().find("did not stop in time"), std::string::npos) << log_.back();
+}
+
 TEST_F(LeaderTest, AFailureOfTheRequestItselfIsItsAnswer) {
   Join(1, Offer("a"));
   Submit({1, 2, 3});
@@ -230,6 +338,42 @@ TEST_F(LeaderTest, ARequestWaitsForAWorkerFromWhenThePoolHasNone) {
   Pass(absl::Milliseconds(300), {});
   ASSERT_EQ(answers_.size(), 2u);
   for (const auto& answer : answers_) EXPECT_TRUE(absl::IsUnavailable(answer.status())) << answer.status();
+}
+
+// Stopped, frozen, or swapped out: what its workers said meanwhile waits for it.
+TEST_F(LeaderTest, ALeaderThatStoodStillLosesNobodyForIt) {
+  Join(1, Offer("a"));
+  Join(2, Offer("b"));
+  leader_.OnConnected(3, now_);
+  Submit(std::vector<uint32_t>(200, 1));
+  Prepare({1});  // the other has no time to
+  Pass(absl::Milliseconds(500), {1, 2});
+  now_ += absl::Minutes(1);
+  leader_.OnStoodStill(absl::Minutes(1), now_);
+  leader_.OnTick(now_);
+  Do();
+  EXPECT_EQ(leader_.capacity().ranks, 2);
+  EXPECT_TRUE(closed_.empty());
+  Prepare({2});
+  Pass(absl::Milliseconds(1900), {1, 2}, /*computing=*/true);
+  EXPECT_EQ(leader_.capacity().ranks, 2);
+  now_ += absl::Minutes(1);
+  leader_.OnStoodStill(absl::Minutes(1), now_);
+  leader_.OnTick(now_);
+  EXPECT_EQ(leader_.capacity().ranks, 2);
+  Pass(absl::Milliseconds(300), {1, 2}, /*computing=*/true);
+  EXPECT_EQ(leader_.capacity().ranks, 0) << "they hang none the less";
+}
+
+TEST_F(LeaderTest, AfterALeadersStandstillWhoIsSilentIsLost) {
+  Join(1, Offer("a"));
+  Join(2, Offer("b"));
+  now_ += absl::Seconds(10);
+  leader_.OnStoodStill(absl::Seconds(20), now_);  // it was not silent before it came
+  Pass(absl::Milliseconds(1400), {1});
+  EXPECT_EQ(leader_.capacity().ranks, 2);
+  Pass(absl::Milliseconds(200), {1});
+  EXPECT_EQ(leader_.capacity().ranks, 1);
 }
 
 // As where the leader's machine was frozen: the time in which nobody was heard is no wait for a worker.
