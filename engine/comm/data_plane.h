@@ -43,9 +43,9 @@ class DataPlane {
 
   // Errors: those of the endpoint's kind (gloo.h, nccl.h).
   virtual absl::StatusOr<std::unique_ptr<Endpoint>> Listen(const Seat& seat) = 0;
-  // The run is over here: its communicators have gone. Where it went well on all its ranks, a later one may
-  // use its connections.
-  virtual void End(uint64_t run, bool went_well) = 0;
+  // The run is over here: its communicators have gone. A later one may use its connections, unless its
+  // endpoints were aborted.
+  virtual void End(uint64_t run) = 0;
 
   // A rank that takes longer to connect than this will not.
   virtual absl::Duration connect_timeout() const = 0;

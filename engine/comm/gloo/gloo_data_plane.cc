@@ -18,7 +18,7 @@ class GlooDataPlane final : public DataPlane {
                                  .encrypt = options_.encrypt,
                                  .stop = seat.stop});
   }
-  void End(uint64_t, bool) override {}
+  void End(uint64_t) override {}
   absl::Duration connect_timeout() const override { return absl::Seconds(5); }
   bool connects_slowly() const override { return false; }
   bool messages_mix() const override { return true; }

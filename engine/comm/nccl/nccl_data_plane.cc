@@ -27,8 +27,8 @@ class NcclDataPlane final : public DataPlane {
                        .run = seat.run,
                        .links = links_of_rank_[seat.local_rank]});
   }
-  void End(uint64_t run, bool went_well) override {
-    for (const auto& links : links_of_rank_) links->End(run, went_well);
+  void End(uint64_t run) override {
+    for (const auto& links : links_of_rank_) links->End(run);
   }
   absl::Duration connect_timeout() const override { return absl::Seconds(60); }  // NCCL tries out the links
   bool connects_slowly() const override { return true; }

@@ -39,11 +39,11 @@ void NcclLinks::Use(uint64_t run, KeptComm kept, bool fresh) {
   made_ += fresh ? 1 : 0;
 }
 
-void NcclLinks::End(uint64_t run, bool went_well) {
+void NcclLinks::End(uint64_t run) {
   const MutexLock lock(mu_);
   auto ended = in_use_.extract(run);
   if (ended.empty()) return;
-  if (went_well) return AddIdle(std::move(ended.mapped()));
+  if (ended.mapped().comm->Check("after a run").ok()) return AddIdle(std::move(ended.mapped()));
   Drop(ended.mapped());  // a peer might still wait for it
 }
 

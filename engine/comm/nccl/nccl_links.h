@@ -1,6 +1,6 @@
 // What one rank of a process keeps of NCCL from run to run: the communicators of runs that lived at once.
 //
-//     Offer ──► the run's, until it has chosen ──Use──► in use ──End, it went well──► idle
+//     Offer ──► the run's, until it has chosen ──Use──► in use ──End, not aborted──► idle
 //                  └──Return, those that it does not take──────────────────────────────►┘
 //
 // An endpoint may outlive the links' owner: both hold them.
@@ -44,8 +44,8 @@ class NcclLinks {
   void Return(std::vector<KeptComm> unused);
   // The run's from now on. `fresh`: it was made for it.
   void Use(uint64_t run, KeptComm kept, bool fresh);
-  // The run is over here, and its communicator has gone. It is kept where the run went well on all ranks.
-  void End(uint64_t run, bool went_well);
+  // The run is over here, and lets go of its communicator. It is kept unless it was aborted or has failed.
+  void End(uint64_t run);
 
   // Rank 0's, that no communicator has been made with.
   std::optional<ncclUniqueId> TakeSpareId();

@@ -255,7 +255,7 @@ void RankHost::Stop(uint64_t run, const std::string& reason) {
   }
   if (auto current = Find(run)) current->Abort(absl::AbortedError(reason));
   Post([this, run] {
-    EndRun(run, /*went_well=*/false);
+    EndRun(run);
     kv_.Drop(run);
     {
       const MutexLock lock(mu_);
@@ -276,12 +276,12 @@ void RankHost::EndKvRun(uint64_t run) {
 void RankHost::Release(uint64_t run) {
   Post([this, run] {
     kv_.Keep(run);
-    EndRun(run, /*went_well=*/true);  // all ranks are done, those of other workers too
+    EndRun(run);
   });
 }
 
 // Waits for the ranks, then frees what they held.
-void RankHost::EndRun(uint64_t run, bool went_well) {
+void RankHost::EndRun(uint64_t run) {
   std::shared_ptr<ActiveRun> current = Find(run);
   if (current == nullptr) return;
   current->Join();
@@ -290,7 +290,7 @@ void RankHost::EndRun(uint64_t run, bool went_well) {
     const MutexLock lock(mu_);
     runs_.erase(run);
   }
-  data_plane_->End(current->data_plane_run(), went_well);
+  data_plane_->End(current->data_plane_run());
 }
 
 bool RankHost::IsStopping(uint64_t run) const {

@@ -111,7 +111,7 @@ class RankHost {
   absl::StatusOr<std::vector<std::string>> PrepareNow(WorkerMachine::RunPart part);
   // That of a new run; null: it shares no pass. INTERNAL: others say otherwise how many do.
   absl::StatusOr<std::shared_ptr<RankPack>> PackOf(const WorkerMachine::RunPart& part);
-  void EndRun(uint64_t run, bool went_well);
+  void EndRun(uint64_t run);
   void AbortAll();
   bool IsStopping(uint64_t run) const;
   void MakeRoom();  // for the runs that live, where a share of the weights that none uses has it

@@ -172,6 +172,10 @@ class NcclThreadsTest : public testing::Test {
     for (std::thread& thread : threads) thread.join();
   }
 
+  static void Abort(std::vector<std::unique_ptr<Endpoint>>& endpoints) {
+    for (const auto& endpoint : endpoints) endpoint->Abort(absl::AbortedError("never mind"));
+  }
+
   std::vector<CudaDeviceInfo> devices_;
   int ranks_ = 0;
   std::string folder_;
@@ -207,7 +211,7 @@ TEST_F(NcclThreadsTest, RunsOfAnEpochShareACommunicatorUntilOneIsAborted) {
   const absl::StatusOr<Plan> plan = PlanOf(pool->models[0]->shape(), 2);
   ASSERT_TRUE(plan.ok()) << plan.status();
   for (int rank = 0; rank < 2; ++rank) links_.push_back(std::make_shared<NcclLinks>());
-  const auto run = [&] {
+  const auto run = [&](bool is_aborted = false) {
     auto endpoints = Listen(2);
     std::vector<float> logits;
     OnRanks(*pool, endpoints, [&](int rank, Stream& stream, Communicator& communicator) {
@@ -216,33 +220,34 @@ TEST_F(NcclThreadsTest, RunsOfAnEpochShareACommunicatorUntilOneIsAborted) {
       if (!output->logits.empty()) logits = output->logits;
     });
     EXPECT_EQ(logits, expected);
+    if (is_aborted) Abort(endpoints);
   };
-  const auto end = [&](bool went_well) {
-    for (const auto& links : links_) links->End(run_, went_well);
+  const auto end = [&] {
+    for (const auto& links : links_) links->End(run_);
     ++run_;
   };
   const auto made = [&] { return std::vector<int>{links_[0]->made(), links_[1]->made()}; };
   for (int round = 0; round < 3; ++round) {
     run();
-    end(true);
+    end();
     EXPECT_EQ(made(), std::vector<int>({1, 1}));
   }
-  run();  // goes well, and is then told to have failed elsewhere
-  end(false);
+  run(/*is_aborted=*/true);  // goes well, and is then told to have failed elsewhere
+  end();
   run();
   EXPECT_EQ(made(), std::vector<int>({2, 2}));
-  end(true);
+  end();
   ++epoch_;
   run();
-  end(true);
+  end();
   EXPECT_EQ(made(), std::vector<int>({3, 3}));
   {  // a run that is stopped before it starts costs nothing
     auto endpoints = Listen(2);
-    endpoints[0]->Abort(absl::AbortedError("never mind"));
+    Abort(endpoints);
   }
-  end(false);
+  end();
   run();
-  end(true);
+  end();
   EXPECT_EQ(made(), std::vector<int>({3, 3}));
   {
     auto endpoints = Listen(2);  // one that is aborted on its way
@@ -252,10 +257,10 @@ TEST_F(NcclThreadsTest, RunsOfAnEpochShareACommunicatorUntilOneIsAborted) {
     });
   }
   EXPECT_EQ(made(), std::vector<int>({3, 3}));
-  end(true);  // whatever is said of it
+  end();
   run();
   EXPECT_EQ(made(), std::vector<int>({4, 4}));
-  end(true);
+  end();
 }
 
 // Runs that live at once have communicators of their own, which later runs take over; ranks may have ended
@@ -278,15 +283,16 @@ TEST_F(NcclThreadsTest, EachRunThatLivesHasACommunicator) {
   };
   const auto made = [&] { return std::vector<int>{links_[0]->made(), links_[1]->made()}; };
   // `live` runs, each begun while those before it live.
-  const auto live = [&](int runs) {
-    const uint64_t first = run_;
-    for (; run_ < first + static_cast<uint64_t>(runs); ++run_) {
+  const auto live = [&](int runs, bool last_is_aborted = false) {
+    const uint64_t first = run_, end = first + static_cast<uint64_t>(runs);
+    for (; run_ < end; ++run_) {
       auto endpoints = Listen(2);
       OnRanks(*pool, endpoints, pass);
+      if (last_is_aborted && run_ + 1 == end) Abort(endpoints);
     }
     for (int i = 0; i < runs; ++i) {
-      links_[0]->End(first + static_cast<uint64_t>(i), true);
-      links_[1]->End(first + static_cast<uint64_t>(runs - 1 - i), true);
+      links_[0]->End(first + static_cast<uint64_t>(i));
+      links_[1]->End(first + static_cast<uint64_t>(runs - 1 - i));
     }
   };
   live(1);
@@ -299,6 +305,10 @@ TEST_F(NcclThreadsTest, EachRunThatLivesHasACommunicator) {
   const int most = static_cast<int>(NcclLinks::kMostIdle);
   live(most);
   EXPECT_EQ(made(), std::vector<int>({most, most}));
+  live(most + 1, /*last_is_aborted=*/true);
+  live(most);
+  EXPECT_EQ(made(), std::vector<int>({most + 1, most + 1}))
+      << "no other has gone for the one that was aborted";
   live(most + 2);  // some are let go of, by each rank others
   const int before = links_[0]->made();
   live(1);
@@ -314,7 +324,7 @@ TEST_F(NcclThreadsTest, EachRunThatLivesHasACommunicator) {
     --run_;
     OnRanks(*pool, one, pass);
     for (const auto& links : links_) {
-      for (const uint64_t run : {run_, run_ + 1}) links->End(run, true);
+      for (const uint64_t run : {run_, run_ + 1}) links->End(run);
     }
   }
 }
