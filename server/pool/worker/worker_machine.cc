@@ -49,9 +49,11 @@ void WorkerMachine::OnTick(absl::Time now) {
     return;
   }
   if (link_ != Link::kJoining && link_ != Link::kMember) return;
-  if (now - heard_at_ >= options_.silence_timeout) {
+  // The leader, who hears of all workers, is to notice first where the network is at fault.
+  const absl::Duration longest_silence = 2 * options_.silence_timeout;
+  if (now - heard_at_ >= longest_silence) {
     const Connection silent = connection_;
-    Detach(absl::StrCat("the leader was silent for ", absl::FormatDuration(options_.silence_timeout)), now);
+    Detach(absl::StrCat("the leader was silent for ", absl::FormatDuration(longest_silence)), now);
     actions_.push_back(Disconnect{silent});
     return;
   }

@@ -106,10 +106,8 @@ class WorkerProcess::Impl final : private ControlClient::Listener, private RankH
     Log(absl::StrCat("loaded model ", offer.model().name(), ": ", RanksText(offer.ranks()), " of ",
                      offer.backend(), "; joining ", join, " as ", LogQuote(offer.name())));
     const MutexLock lock(mu_);
-    // The leader, who hears of all workers, notices first where the network is at fault.
-    const absl::Duration silence_timeout = 2 * ToDuration(config.pool().silence_timeout());
     machine_.emplace(WorkerMachine::Options{.offer = offer,
-                                            .silence_timeout = silence_timeout,
+                                            .silence_timeout = ToDuration(config.pool().silence_timeout()),
                                             .drain_timeout = ToDuration(config.limits().drain_timeout())},
                      [this] { return host_->progress(); });
     machine_->Start(MonotonicNow());
