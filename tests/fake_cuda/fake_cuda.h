@@ -34,7 +34,8 @@ struct FakeCuda {
   static void set_most_delay_microseconds(int microseconds);
   static inline std::atomic<int> kernel_microseconds = 0;  // what each kernel takes, beside its work
   static inline std::atomic<bool> refuses_pinned_memory = false;
-  static void BreakDevice();   // every call from now on fails, as after a fault
+  static void BreakDevice();            // every call from now on fails, as after a fault
+  static void BreakDevice(int device);  // every call on that one
   static void RepairDevice();  // a new process's device; no backend that was there when it broke may be used
 
   static bool has_context(int device);  // whether any thread has begun to use it

@@ -54,13 +54,15 @@ std::atomic<int> compute_major{9};
 std::atomic<size_t> memory_bytes{size_t{8} << 30};
 std::array<std::atomic<size_t>, 64> foreign_bytes{};  // by device
 std::atomic<int> most_delay_microseconds{60};
-std::atomic<bool> broken{false};
+std::atomic<uint64_t> broken{0};    // bit by device
 std::atomic<uint64_t> contexts{0};  // bit by device
 thread_local int current_device = 0;
 thread_local cudaError_t last_error = cudaSuccess;
 
+bool IsBroken() { return (broken >> current_device & 1) != 0; }
+
 cudaError_t Return(cudaError_t error) {
-  if (broken) error = cudaErrorIllegalAddress;
+  if (IsBroken()) error = cudaErrorIllegalAddress;
   if (error != cudaSuccess && error != cudaErrorNotReady) last_error = error;
   return error;
 }
@@ -281,9 +283,10 @@ void FakeCuda::set_compute_capability(int major) { compute_major = major; }
 void FakeCuda::set_memory_bytes(size_t bytes) { memory_bytes = bytes; }
 void FakeCuda::set_foreign_bytes(int device, size_t bytes) { foreign_bytes.at(device) = bytes; }
 void FakeCuda::set_most_delay_microseconds(int microseconds) { most_delay_microseconds = microseconds; }
-void FakeCuda::BreakDevice() { broken = true; }
+void FakeCuda::BreakDevice() { broken = ~uint64_t{0}; }
+void FakeCuda::BreakDevice(int device) { broken |= uint64_t{1} << device; }
 void FakeCuda::RepairDevice() {
-  broken = false;
+  broken = 0;
   current_device = 0;  // a call that failed may have left another
   last_error = cudaSuccess;
 }
@@ -292,7 +295,7 @@ int64_t FakeCuda::TakeMostBytes() { return static_cast<int64_t>(TheMemory().Take
 int64_t FakeCuda::bytes_in_use() { return static_cast<int64_t>(TheMemory().in_use()); }
 
 cudaError_t FakeCuda::Enqueue(cudaStream_t stream, std::function<void()> run) {
-  if (broken) return Return(cudaErrorIllegalAddress);
+  if (IsBroken()) return Return(cudaErrorIllegalAddress);
   if (Of(stream).device() != current_device) return ReturnInContext(cudaErrorInvalidResourceHandle);
   Of(stream).Push(std::move(run));
   return cudaSuccess;
@@ -364,7 +367,7 @@ cudaError_t cudaSetDevice(int device) {
   return ReturnInContext(cudaSuccess);
 }
 cudaError_t cudaDeviceSynchronize() {
-  if (meshfill::broken) return ReturnInContext(cudaSuccess);
+  if (meshfill::IsBroken()) return ReturnInContext(cudaSuccess);
   const std::lock_guard<std::mutex> lock(meshfill::streams_mutex);
   for (meshfill::Stream* stream : meshfill::streams) {
     while (!stream->Idle()) std::this_thread::yield();

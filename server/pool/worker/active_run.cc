@@ -12,6 +12,7 @@
 #include "kernels/cpu/host_memory.h"
 #include "kernels/monotonic_time.h"
 #include "kernels/return_if_error.h"
+#include "server/observe/log.h"
 
 namespace meshfill {
 namespace {
@@ -123,7 +124,8 @@ void ActiveRun::Start(std::vector<std::string> addresses, std::vector<LinkProbe>
   ranks_.Start(
       static_cast<int>(seats_.size()), [this](int i) { return pack_ != nullptr ? RunInPack() : RunSeat(i); },
       [this](int i, absl::StatusOr<RankOutput> output) {
-        events_.on_rank_done(seat(i), BlameDevice(i, std::move(output)));
+        if (!output.ok()) LookForLoss(i, output.status());
+        events_.on_rank_done(seat(i), std::move(output));
       });
 }
 
@@ -239,15 +241,13 @@ void ActiveRun::OpenWeights(const std::vector<bool>& reads_head) {
   weights_.emplace(*worker_.sharded, static_cast<int>(seats_.size()), std::move(gathering), &stop_);
 }
 
-absl::StatusOr<RankOutput> ActiveRun::BlameDevice(size_t i, absl::StatusOr<RankOutput> output) {
-  if (output.ok()) return output;
+void ActiveRun::LookForLoss(size_t i, const absl::Status& failure) {
   // Fails where the device has: lost() says so from then on.
   if (pack_ == nullptr) seats_[i].stream->Mark().IgnoreError();
-  if (!worker_.pool.devices[local(i)]->lost()) return output;
-  worker_.lost = true;
-  return absl::UnavailableError(absl::StrCat("a device (", worker_.pool.device_names[local(i)],
-                                             ") has failed under rank ", seat(i), ": ",
-                                             output.status().message()));
+  if (!worker_.pool.devices[local(i)]->lost() || worker_.lost.exchange(true)) return;
+  Log(absl::StrCat("device ", local(i), " (", worker_.pool.device_names[local(i)], ") has failed under rank ",
+                   seat(i), " of run ", part_.number, ": ", LogQuote(failure.message())),
+      {.level = LogLevel::kError});
 }
 
 absl::StatusOr<RankOutput> ActiveRun::RunSeat(size_t i) {

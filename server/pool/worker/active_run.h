@@ -104,8 +104,8 @@ class ActiveRun {
   void OpenWeights(const std::vector<bool>& reads_head);
   absl::StatusOr<RankOutput> RunSeat(size_t i);
   absl::StatusOr<RankOutput> RunInPack();
-  // Says so where a rank failed because its device is lost.
-  absl::StatusOr<RankOutput> BlameDevice(size_t i, absl::StatusOr<RankOutput> output);
+  // Says so, once, where a rank failed because its device is lost.
+  void LookForLoss(size_t i, const absl::Status& failure);
   void OnStill(uint64_t pause);  // from here to Resume no time counts
 
   WorkerMachine::RunPart part_;

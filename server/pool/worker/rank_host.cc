@@ -175,8 +175,11 @@ void RankHost::Prepare(WorkerMachine::RunPart part) {
 absl::StatusOr<std::vector<std::string>> RankHost::PrepareNow(WorkerMachine::RunPart part) {
   const uint64_t number = part.number;
   ActiveRun::Events events{
-      .on_rank_done = [this, number](int seat,
-                                     auto output) { listener_.OnRankDone(number, seat, std::move(output)); },
+      .on_rank_done =
+          [this, number](int seat, auto output) {
+            if (lost_) return;  // the end of this process tells the leader
+            listener_.OnRankDone(number, seat, std::move(output));
+          },
       .on_still =
           [this, number](uint64_t pause) {
             listener_.OnRunPaused(number, pause, /*messages=*/0, /*still=*/true);

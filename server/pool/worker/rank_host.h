@@ -68,6 +68,7 @@ class RankHost {
    public:
     virtual ~Listener() = default;
     virtual void OnRunPrepared(uint64_t run, absl::StatusOr<std::vector<std::string>> addresses) = 0;
+    // Not after a device was lost.
     virtual void OnRankDone(uint64_t run, int rank, absl::StatusOr<RankOutput> output) = 0;
     // After Pause with a number above 0, and after PauseAt with it, once all ranks stand still.
     virtual void OnRunPaused(uint64_t run, uint64_t pause, int64_t messages, bool still) = 0;

@@ -158,11 +158,7 @@ class WorkerProcess::Impl final : private ControlClient::Listener, private RankH
     Handle([&](WorkerMachine& machine) { machine.OnRunPrepared(run, std::move(addresses)); });
   }
   void OnRankDone(uint64_t run, int rank, absl::StatusOr<RankOutput> output) override {
-    Handle([&](WorkerMachine& machine) {
-      // The leader hears of a lost device once: by the end of this process.
-      if (host_->lost()) return;
-      machine.OnRankDone(run, rank, std::move(output));
-    });
+    Handle([&](WorkerMachine& machine) { machine.OnRankDone(run, rank, std::move(output)); });
   }
   void OnRunPaused(uint64_t run, uint64_t pause, int64_t messages, bool still) override {
     Handle([&](WorkerMachine& machine) { machine.OnRunPaused(run, pause, messages, still); });

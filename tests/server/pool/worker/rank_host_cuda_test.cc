@@ -10,6 +10,8 @@
 #include "kernels/monotonic_time.h"
 #include "server/pool/worker/rank_host.h"
 #include "tests/fake_cuda/fake_cuda.h"
+#include "tests/server/captured_log.h"
+#include "tests/server/eventually.h"
 #include "tests/server/pool/worker/rank_host_fixture.h"
 
 namespace meshfill {
@@ -311,6 +313,7 @@ TEST_F(RankHostCudaTest, RefusesDevicesThatAreNotThere) {
   EXPECT_EQ(refusal({1}), "pool.worker.devices names 1 GPUs for 2 ranks; name one for each");
 }
 
+// Once, in the log: the leader hears of it when the process ends.
 TEST_F(RankHostCudaTest, SaysThatADeviceIsLost) {
   HostListener listener;
   const auto host = RankHost::Load(options_, listener);
@@ -318,14 +321,33 @@ TEST_F(RankHostCudaTest, SaysThatADeviceIsLost) {
   (*host)->Prepare(Part());
   const std::vector<std::string> addresses = listener.Addresses(run_);
   EXPECT_FALSE((*host)->lost());
+  const CapturedLog log;
   FakeCuda::BreakDevice();
   (*host)->Start(run_, addresses, {});
-  const absl::Status ended = listener.Ended(run_, kRanks);
-  EXPECT_TRUE(absl::IsUnavailable(ended)) << ended;
-  EXPECT_NE(ended.message().find("a device (Fake GPU) has failed under rank"), std::string::npos) << ended;
-  EXPECT_TRUE((*host)->lost());
-  (*host)->Stop(run_, "a rank has failed");
+  EXPECT_TRUE(Eventually([&] { return (*host)->lost(); }));
+  (*host)->Stop(run_, "its worker is lost");
+  listener.Stopped(run_);  // both ranks have ended
+  EXPECT_EQ(log.CountOf("(Fake GPU) has failed under rank"), 1) << log.Text();
+  EXPECT_EQ(listener.EndedRanks(run_), 0u);
+}
+
+// The run's only rank is the worker's second.
+TEST_F(RankHostCudaTest, LooksAtTheDeviceThatARankRanOn) {
+  HostListener listener;
+  const auto host = RankHost::Load(options_, listener);
+  ASSERT_TRUE(host.ok()) << host.status();
+  WorkerMachine::RunPart part = Part(/*ranks=*/1);
+  part.local_rank = 1;
+  part.shards = {std::vector<uint32_t>(kTokens, 7)};
+  (*host)->Prepare(std::move(part));
+  const std::vector<std::string> addresses = listener.Addresses(run_);
+  const CapturedLog log;
+  FakeCuda::BreakDevice(1);
+  (*host)->Start(run_, addresses, {});
+  EXPECT_TRUE(Eventually([&] { return (*host)->lost(); }));
+  (*host)->Stop(run_, "its worker is lost");
   listener.Stopped(run_);
+  EXPECT_EQ(log.CountOf("device 1 (Fake GPU) has failed under rank 0 of run 1"), 1) << log.Text();
 }
 
 }  // namespace
