@@ -131,6 +131,8 @@ TEST_F(FrontEndTest, HealthFollowsTheState) {
   EXPECT_EQ(Health(""), 1);
   EXPECT_EQ(Health(service), 2);
   EXPECT_TRUE(HasMetric("meshfill_ranks{state=\"draining\"} 4"));
+  front_end_->Refresh();
+  EXPECT_EQ(Health(service), 2) << "it still drains";
 }
 
 TEST_F(FrontEndTest, MayDrainBeforeItIsLoaded) {

@@ -86,6 +86,25 @@ TEST_F(CrowdedLeaderTest, LongPromptsLeaveRoomToShortOnes) {
   EXPECT_NE(leader_.run_of(small), 0u);
 }
 
+// Also on those of which a long run has no part.
+TEST_F(CrowdedLeaderTest, LongPromptsLeaveRoomOnAllRanksOfAWorker) {
+  constexpr int64_t kTokens = 64;
+  constexpr uint32_t kRanks = 4;
+  const PoolSpeed fast = {.gemm_flops_per_second = 1e15, .attention_flops_per_second = 1e15};
+  for (const Leader::Connection worker : {1, 2}) leader_.OnDisconnected(worker, now_);
+  const auto plan = PlanForPool(Shape(), EngineOptions(), {.ranks = kRanks, .speed = fast}, kTokens, {});
+  ASSERT_TRUE(plan.ok()) << plan.status();
+  ASSERT_LT(plan->plan.ranks(), kRanks);
+  const int64_t run_bytes = plan->plan.predicted.run_bytes, short_rank_bytes = run_bytes / 4;
+  v1::Join offer = Offer("w", kRanks);
+  *offer.mutable_speed() = ToProto(fast);
+  offer.set_memory_bytes(static_cast<uint64_t>(4 * run_bytes + kRanks * short_rank_bytes - 1));
+  ASSERT_EQ(Join(3, offer), "");
+  leader_.LeaveToShort(short_rank_bytes);
+  for (int i = 0; i < 3; ++i) EXPECT_NE(leader_.run_of(SubmitTokens(kTokens)), 0u) << i;
+  EXPECT_TRUE(leader_.CrowdedOut(SubmitTokens(kTokens))) << "it lacks a byte";
+}
+
 TEST_F(CrowdedLeaderTest, WhatStopsMayLeaveTooLittleRoom) {
   const Leader::Ticket large = SubmitTokens(4096);
   const Leader::Ticket small = SubmitTokens(64);

@@ -102,6 +102,7 @@ class TestWorker {
   }
   void Drain() { process_->Drain(); }
   KvStore::Counts kv() const { return process_->kv(); }
+  WorkerLoad load() const { return process_->load(); }
   bool gone() const { return gone_; }
 
  private:

@@ -238,6 +238,22 @@ TEST_F(PoolKvTest, ADrainingWorkerStaysForItsLeases) {
   EXPECT_TRUE(Eventually([&] { return workers_[0]->gone(); }));
 }
 
+TEST_F(PoolKvTest, WorkersSayWhatTheyKeep) {
+  StartPool({1, 1});
+  const auto result = Prefill(200, 60);
+  ASSERT_TRUE(result.ok()) << result.status();
+  int64_t bytes = 0;
+  for (const auto& worker : workers_) {
+    const WorkerLoad load = worker->load();
+    EXPECT_TRUE(load.member);
+    EXPECT_EQ(load.kv_leases, 1);
+    EXPECT_GT(load.kv_bytes, 0);
+    EXPECT_LE(load.kv_bytes, load.kv_max_bytes);
+    bytes += load.kv_bytes;
+  }
+  EXPECT_EQ(static_cast<uint64_t>(bytes), result->kv().bytes());
+}
+
 TEST_F(PoolKvTest, SlowReadersAreBoundedAndOthersAreServed) {
   of_leader_ = {"limits.result_timeout=10m"};
   StartPool({1, 1}, of_leader_);

@@ -88,6 +88,29 @@ TEST_F(ActiveRunTest, AWaitForPeersGoesOnAfterAPauseAsIfThereWereNone) {
   EXPECT_TRUE(in_time);
 }
 
+// A prompt may break its ranks in their first operation.
+TEST_F(ActiveRunTest, ARankInItsFirstOperationHasComputed) {
+  HostListener listener;
+  const auto host = RankHost::Load(options_, listener);
+  ASSERT_TRUE(host.ok()) << host.status();
+  (*host)->Prepare(Part());
+  const std::vector<std::string> addresses = listener.Addresses(run_);
+  (*host)->Pause(run_, 0);
+  (*host)->Start(run_, addresses, {});
+  std::vector<WorkerMachine::RankProgress> ranks;
+  EXPECT_TRUE(Eventually([&] {
+    ranks = (*host)->progress().at(run_);
+    return !ranks.empty() &&
+           std::all_of(ranks.begin(), ranks.end(), [](const auto& rank) { return rank.computing; });
+  }));
+  for (const WorkerMachine::RankProgress& rank : ranks) {
+    EXPECT_EQ(rank.operations, 1u);
+    EXPECT_TRUE(rank.has_computed);
+  }
+  (*host)->Stop(run_, "over");
+  listener.Stopped(run_);
+}
+
 // The ranks of the first run come to no peer, and so to no layer. One that measures nothing gets its weights
 // at once, for the same long.
 TEST_F(ActiveRunTest, NoWeightsTravelBeforeLinksAreMeasured) {

@@ -2,9 +2,11 @@
 // together, and what ends one of them ends all.
 #include "server/pool/worker/rank_pack.h"
 
+#include <atomic>
 #include <cmath>
 #include <memory>
 #include <random>
+#include <thread>
 #include <vector>
 
 #include "engine/platforms.h"
@@ -286,6 +288,34 @@ TEST_F(RankPackTest, WhatEndsOneEndsAll) {
     Start(next);
     ExpectBits(next, prompt, 0);
   }
+}
+
+TEST_F(RankPackTest, WhoWaitsStaysUntilThePassHasEnded) {
+  const auto pool = LoadEmbeddedPool(
+      {.model_path = options_.model_path, .ranks = kRanks, .device = "toy", .peak_flops = 1e12});
+  ASSERT_TRUE(pool.ok()) << pool.status();
+  const std::vector<uint32_t> ids = RandomPrompt(20);
+  const auto choice = MakePlan(shape_, PoolSpeed{}, {.tokens = std::ssize(ids), .ranks = 1});
+  ASSERT_TRUE(choice.ok()) << choice.status();
+  const RankPrompt prompt = {.plan = choice->plan, .ids = ids};
+  RankPack pack(*pool, /*rank=*/0, /*runs=*/2);
+  std::atomic<int> left{0};
+  // One of the two waits, and the other's thread computes both.
+  const auto compute = [&] {
+    const auto output = pack.Compute(prompt, [&](int) {
+      pack.Abort(absl::AbortedError("somebody left"));
+      for (int i = 0; i < 3; ++i) {  // meanwhile
+        EXPECT_TRUE(RankPack(*pool, /*rank=*/1, /*runs=*/1).Compute(prompt, [](int) {}).ok());
+      }
+      EXPECT_EQ(left, 0);
+    });
+    ++left;
+    EXPECT_EQ(output.status().message(),
+              "the pass that it shares with 1 other prompts failed: somebody left");
+  };
+  std::thread one(compute), other(compute);
+  one.join();
+  other.join();
 }
 
 // The last of them comes to a pass that is over: it stops as one does that runs.
