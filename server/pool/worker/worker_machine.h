@@ -49,8 +49,7 @@ class WorkerMachine {
   struct Options {
     v1::Join offer;
     absl::Duration progress_interval = absl::Milliseconds(200);
-    absl::Duration silence_timeout =
-        absl::Milliseconds(1500);  // of a worker; its leader may be silent twice as long
+    absl::Duration silence_timeout = absl::Milliseconds(1500);  // of workers; their leader has twice that
     absl::Duration least_backoff = absl::Milliseconds(100);
     absl::Duration most_backoff = absl::Seconds(2);
     absl::Duration drain_timeout = absl::Hours(1);  // from Drain to the exit, whatever is left
