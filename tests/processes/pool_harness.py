@@ -8,7 +8,7 @@ import subprocess
 import time
 import urllib.request
 
-from cli_harness import MESHFILL, TIMEOUT_SECONDS, CliTestCase
+from cli_harness import MESHFILL, TIMEOUT_SECONDS, CliTestCase, run
 from control_relay import ControlRelay
 from pool_process import Process
 
@@ -46,7 +46,13 @@ class PoolTestCase(CliTestCase):
         cls.worker_config.write_text(
             f"model:\n  path: {cls.model}\npool:\n  silence_timeout: {SILENCE_SECONDS}s\n"
             "  worker:\n    threads: 1\n    peak_flops: 1e11\n    memory_bytes: 2GiB\n"
+            f"plan:\n  profile_path: {cls.tmp / 'speed.json'}\n"
         )
+        # Workers of one rank find their speed measured: else a busy machine makes one seem slow by chance, and whether a
+        # prompt leaves it out is chance, too.
+        measured = run("plan", "--config", cls.config, "--tokens", 1, "--set", "pool.embedded.ranks=1", "--set",
+                       "pool.embedded.threads=1", "--set", f"plan.profile_path={cls.tmp / 'speed.json'}")
+        assert measured.returncode == 0, measured.stderr
 
     def setUp(self):
         self.leader_environment = {}

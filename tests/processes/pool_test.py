@@ -234,17 +234,13 @@ class PoolTest(PoolTestCase):
                 # A kill by the end of its stream, a stop by silence; pool_churn.py holds them to the default times.
                 self.assertLess(time.monotonic() - struck_at[0], limit_seconds * crowding())
                 result = self.answer_of(running)
-                self.check_prefill_object(result, 16_000, ranks=result["plan"]["ranks"], attempts=2)
-                self.assertLess(result["plan"]["ranks"], 3)
+                self.check_prefill_object(result, 16_000, ranks=2, attempts=2)
                 if number == signal.SIGSTOP:  # what the lost run took is told, too
                     self.assertGreater(result["seconds"]["prefill"], 0.8 * SILENCE_SECONDS)
                 ran = "plan={a}x{b} heads={heads} ranks={ranks} ".format(**result["plan"])
                 self.leader.wait_for(f'id="{result["request_id"]}" .*{ran}.* attempts=2')
                 # What the run that was struck had kept is not mixed with what the next one keeps.
-                for _ in range(10):  # where two plans are about as fast each prefill may choose anew
-                    calm = self.prefill(prompt, "--format", "bytes", "--kv-out", kept[1])
-                    if calm["plan"] == result["plan"]:
-                        break
+                calm = self.prefill(prompt, "--format", "bytes", "--kv-out", kept[1])
                 self.assertEqual(calm["plan"], result["plan"])
                 self.assertEqual(kept[0].read_bytes(), kept[1].read_bytes())
         self.assertGreaterEqual(self.metric("meshfill_requests_retried_total"), 2)
