@@ -49,12 +49,15 @@ void NcclLinks::End(uint64_t run) {
 
 std::optional<ncclUniqueId> NcclLinks::TakeSpareId() {
   const MutexLock lock(mu_);
-  return std::exchange(spare_id_, std::nullopt);
+  if (spare_ids_.empty()) return std::nullopt;
+  const ncclUniqueId id = spare_ids_.back();
+  spare_ids_.pop_back();
+  return id;
 }
 
 void NcclLinks::KeepSpareId(const ncclUniqueId& id) {
   const MutexLock lock(mu_);
-  spare_id_ = id;
+  spare_ids_.push_back(id);
 }
 
 int NcclLinks::made() const {

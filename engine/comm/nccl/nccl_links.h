@@ -47,7 +47,7 @@ class NcclLinks {
   // The run is over here, and lets go of its communicator. It is kept unless it was aborted or has failed.
   void End(uint64_t run);
 
-  // Rank 0's, that no communicator has been made with.
+  // Rank 0's, that no communicator has been made with: NCCL frees none that is not used.
   std::optional<ncclUniqueId> TakeSpareId();
   void KeepSpareId(const ncclUniqueId& id);
 
@@ -60,7 +60,7 @@ class NcclLinks {
   mutable Mutex mu_;
   std::vector<KeptComm> idle_ ABSL_GUARDED_BY(mu_);           // the one used last first
   std::map<uint64_t, KeptComm> in_use_ ABSL_GUARDED_BY(mu_);  // by run
-  std::optional<ncclUniqueId> spare_id_ ABSL_GUARDED_BY(mu_);
+  std::vector<ncclUniqueId> spare_ids_ ABSL_GUARDED_BY(mu_);
   int made_ ABSL_GUARDED_BY(mu_) = 0;
 };
 

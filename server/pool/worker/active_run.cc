@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <span>
+#include <system_error>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -153,11 +154,21 @@ void ActiveRun::Abort(const absl::Status& reason) {
   if (pack_ != nullptr) pack_->Abort(reason);
   if (gate_ != nullptr) gate_->Stop();
   const MutexLock lock(mu_);
-  if (abort_reason_.ok()) abort_reason_ = reason;
-  for (Seat& seat : seats_) {
-    if (seat.endpoint != nullptr) seat.endpoint->Abort(abort_reason_);
+  if (!abort_reason_.ok()) return;
+  abort_reason_ = reason;
+  std::vector<Endpoint*> endpoints;
+  for (Seat& seat : seats_) endpoints.push_back(seat.endpoint.get());
+  endpoints.push_back(weights_endpoint_.get());
+  std::erase(endpoints, nullptr);
+  if (endpoints.empty()) return;
+  const auto abort = [reason, endpoints] {
+    for (Endpoint* endpoint : endpoints) endpoint->Abort(reason);
+  };
+  try {
+    aborter_ = std::thread(abort);
+  } catch (const std::system_error&) {  // no thread is to be had
+    abort();
   }
-  if (weights_endpoint_ != nullptr) weights_endpoint_->Abort(abort_reason_);
 }
 
 void ActiveRun::Join() {
@@ -167,6 +178,15 @@ void ActiveRun::Join() {
   }
 }
 
+void ActiveRun::JoinAborter() {
+  std::thread aborter;
+  {
+    const MutexLock lock(mu_);
+    aborter = std::move(aborter_);
+  }
+  if (aborter.joinable()) aborter.join();
+}
+
 void ActiveRun::End() {
   {
     const MutexLock lock(progress_mu_);
@@ -174,6 +194,7 @@ void ActiveRun::End() {
   }
   std::vector<std::unique_ptr<Endpoint>> endpoints;
   std::unique_ptr<Endpoint> weights_endpoint;
+  JoinAborter();  // it uses them
   {
     const MutexLock lock(mu_);
     for (Seat& seat : seats_) endpoints.push_back(std::move(seat.endpoint));

@@ -14,6 +14,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
@@ -53,6 +54,7 @@ class ActiveRun {
 
   // `pack`: where it shares a pass with others; null: it does not.
   ActiveRun(WorkerMachine::RunPart part, const Worker& worker, Events events, std::shared_ptr<RankPack> pack);
+  ~ActiveRun() { JoinAborter(); }
 
   uint64_t number() const { return part_.number; }
   uint64_t data_plane_run() const { return DataPlaneRun(part_.epoch, part_.number, Traffic::kQ); }
@@ -80,6 +82,7 @@ class ActiveRun {
   int64_t Pause(uint64_t number);
   void PauseAt(uint64_t number, int64_t messages);
   void Resume();
+  // Waits for no connection to end: NCCL's may take seconds, while the worker has to say that it lives.
   void Abort(const absl::Status& reason);
   // Nothing before the start and after the end.
   std::vector<WorkerMachine::RankProgress> progress() const;
@@ -99,6 +102,7 @@ class ActiveRun {
   int rank(size_t i) const { return part_.plan.RankAt(seat(i)); }                     // rank of the plan
   size_t local(size_t i) const { return static_cast<size_t>(part_.local_rank) + i; }  // of this worker
 
+  void JoinAborter();
   absl::StatusOr<std::unique_ptr<Endpoint>> ListenFor(size_t i) const;
   // Begins to read or gather. The ranks measure their links first, where they do.
   void OpenWeights(const std::vector<bool>& reads_head);
@@ -123,7 +127,8 @@ class ActiveRun {
   uint64_t pause_ ABSL_GUARDED_BY(pause_mu_) = 0;  // number of the one that lasts; 0: none, or without one
   Mutex mu_;
   absl::Status abort_reason_ ABSL_GUARDED_BY(mu_);
-  mutable Mutex progress_mu_;  // not mu_: an abort may take long
+  std::thread aborter_ ABSL_GUARDED_BY(mu_);  // of the endpoints; at most one in the run's life
+  mutable Mutex progress_mu_;                 // not mu_: an abort may take long
   bool ended_ ABSL_GUARDED_BY(progress_mu_) = false;
   std::atomic<bool> started_{false};
   std::vector<Seat> seats_;                     // by rank of this worker; endpoints are set under mu_

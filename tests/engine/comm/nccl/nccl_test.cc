@@ -11,6 +11,7 @@
 #include <filesystem>
 #include <fstream>
 #include <memory>
+#include <set>
 #include <string>
 #include <thread>
 #include <vector>
@@ -125,6 +126,20 @@ std::vector<float> InProcessLogits(const std::string& folder, int ranks) {
   }
   for (std::thread& thread : threads) thread.join();
   return logits;
+}
+
+// Of runs that are connected at once over communicators that were there.
+TEST(NcclLinksTest, KeepsEachIdThatNoCommunicatorWasMadeWith) {
+  NcclLinks links;
+  EXPECT_FALSE(links.TakeSpareId().has_value());
+  std::set<char> kept = {1, 2, 3};
+  for (const char name : kept) {
+    ncclUniqueId id = {};
+    id.internal[0] = name;
+    links.KeepSpareId(id);
+  }
+  while (const auto id = links.TakeSpareId()) EXPECT_EQ(kept.erase(id->internal[0]), 1u);
+  EXPECT_TRUE(kept.empty());
 }
 
 // ---- Threads, each with a GPU of its own.

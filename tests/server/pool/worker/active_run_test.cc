@@ -3,10 +3,16 @@
 #include "server/pool/worker/active_run.h"
 
 #include <algorithm>
+#include <atomic>
+#include <memory>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
+#include "engine/comm/data_plane.h"
+#include "engine/embedded_pool.h"
 #include "engine/run/local_ranks.h"
 #include "kernels/monotonic_time.h"
 #include "tests/server/eventually.h"
@@ -86,6 +92,68 @@ TEST_F(ActiveRunTest, AWaitForPeersGoesOnAfterAPauseAsIfThereWereNone) {
     two.Stopped(run);
   }
   EXPECT_TRUE(in_time);
+}
+
+// Its endpoints' aborts take until Release: NCCL's may wait for others.
+class SlowToAbort final : public DataPlane {
+ public:
+  std::string kind() const override { return "slow"; }
+  absl::StatusOr<std::unique_ptr<Endpoint>> Listen(const Seat& seat) override {
+    return std::make_unique<SlowEndpoint>(*this, absl::StrCat("rank ", seat.rank));
+  }
+  void End(uint64_t) override {}
+  absl::Duration connect_timeout() const override { return absl::Seconds(1); }
+  bool connects_slowly() const override { return true; }
+  bool messages_mix() const override { return true; }
+  bool many_messages() const override { return false; }
+
+  void Release() { released_ = true; }
+  int aborted() const { return aborted_; }
+
+ private:
+  class SlowEndpoint final : public Endpoint {
+   public:
+    SlowEndpoint(SlowToAbort& plane, std::string address) : plane_(plane), address_(std::move(address)) {}
+    const std::string& address() const override { return address_; }
+    absl::StatusOr<std::unique_ptr<Communicator>> Connect(std::span<const std::string>, Stream&,
+                                                          absl::Time) override {
+      return absl::UnimplementedError("nobody is there");
+    }
+    void Abort(absl::Status) override {
+      EXPECT_TRUE(Eventually([&] { return plane_.released_.load(); }));
+      ++plane_.aborted_;
+    }
+
+   private:
+    SlowToAbort& plane_;
+    const std::string address_;
+  };
+
+  std::atomic<bool> released_{false};
+  std::atomic<int> aborted_{0};
+};
+
+// The worker says meanwhile that it lives, and stops its other runs.
+TEST_F(ActiveRunTest, AnAbortWaitsForNoConnection) {
+  const auto pool = LoadEmbeddedPool({.model_path = options_.model_path,
+                                      .ranks = kRanks,
+                                      .device = "cpu",
+                                      .peak_flops = 1e12,
+                                      .threads = 1});
+  ASSERT_TRUE(pool.ok()) << pool.status();
+  SlowToAbort plane;
+  HeldKv kv(KvShapeOf(shape_), 1 << 20);
+  std::atomic<bool> lost{false};
+  ActiveRun run(Part(), {.pool = *pool, .sharded = nullptr, .data_plane = plane, .kv = kv, .lost = lost}, {},
+                /*pack=*/nullptr);
+  ASSERT_TRUE(run.Listen().ok());
+  run.Abort(absl::AbortedError("a peer is gone"));
+  run.Abort(absl::CancelledError("the worker exits"));
+  EXPECT_EQ(plane.aborted(), 0);
+  plane.Release();
+  run.Join();
+  run.End();
+  EXPECT_EQ(plane.aborted(), kRanks);
 }
 
 // A prompt may break its ranks in their first operation.
