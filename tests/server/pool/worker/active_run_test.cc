@@ -144,7 +144,10 @@ TEST_F(ActiveRunTest, AnAbortWaitsForNoConnection) {
   SlowToAbort plane;
   HeldKv kv(KvShapeOf(shape_), 1 << 20);
   std::atomic<bool> lost{false};
-  ActiveRun run(Part(), {.pool = *pool, .sharded = nullptr, .data_plane = plane, .kv = kv, .lost = lost}, {},
+  WorkerMachine::RunPart part = Part();
+  part.weights = {.share = {.index = 0, .of = 2}, .head = 0};  // it gathers the others' of peers, too
+  ActiveRun run(std::move(part),
+                {.pool = *pool, .sharded = nullptr, .data_plane = plane, .kv = kv, .lost = lost}, {},
                 /*pack=*/nullptr);
   ASSERT_TRUE(run.Listen().ok());
   run.Abort(absl::AbortedError("a peer is gone"));
@@ -153,7 +156,7 @@ TEST_F(ActiveRunTest, AnAbortWaitsForNoConnection) {
   plane.Release();
   run.Join();
   run.End();
-  EXPECT_EQ(plane.aborted(), kRanks);
+  EXPECT_EQ(plane.aborted(), kRanks + 1);
 }
 
 // A prompt may break its ranks in their first operation.

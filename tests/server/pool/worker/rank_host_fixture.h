@@ -66,6 +66,10 @@ class HostListener final : public RankHost::Listener {
     std::unique_lock<std::mutex> lock(mutex_);
     Wait(lock, [&] { return still_.count({run, pause}) != 0; });
   }
+  bool HasAnswered(uint64_t run, uint64_t pause) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return messages_.count({run, pause}) != 0;
+  }
   bool IsStill(uint64_t run, uint64_t pause) {
     const std::lock_guard<std::mutex> lock(mutex_);
     return still_.count({run, pause}) != 0;

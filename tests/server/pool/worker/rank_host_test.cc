@@ -555,9 +555,12 @@ TEST_F(RankHostTest, APauseIsOverWithItsResume) {
   host->Pause(run, 7);
   host->Resume(run);
   host->PauseAt(run, 7, 0);
+  host->Pause(run, 0);
   host->Prepare(Part());  // behind it
   listener.Addresses(run_);
   EXPECT_FALSE(listener.IsStill(run, 7));
+  EXPECT_TRUE(listener.HasAnswered(run, 7));
+  EXPECT_FALSE(listener.HasAnswered(run, 0)) << "nobody asks";
   host->Stop(run, "the request was cancelled");
   host->Stop(run_, "the request was cancelled");
   listener.Stopped(run_);
@@ -819,6 +822,21 @@ TEST_F(RankHostTest, KvThatIsGivenUpAtOnceIsNotKept) {
   host->Prepare(Part());
   listener.Addresses(run_);  // behind all of it
   EXPECT_EQ(host->kv().counts().bytes, 0);
+}
+
+// The end of a lease waits behind what comes before it.
+TEST_F(RankHostTest, KvOfALeaseThatEndsAtOnceIsNotKept) {
+  HostListener listener;
+  const auto host = Load(listener);
+  ASSERT_NE(host, nullptr);
+  for (int i = 0; i < 5; ++i) host->Prepare(Part());
+  WorkerMachine::RunPart part = Part();
+  part.keep_kv = {.lease = "lease", .tenant = "t", .lasts = absl::Hours(1)};
+  host->Prepare(std::move(part));
+  host->EndKv("lease");
+  host->Prepare(Part());
+  listener.Addresses(run_);  // behind all of it
+  EXPECT_EQ(host->kv().counts().leases, 0);
 }
 
 // Seconds of a rank are without those that it stood still.

@@ -364,6 +364,9 @@ TEST_F(RankPackTest, RefusesAnotherNumberOfRuns) {
   EXPECT_TRUE(absl::IsInternal(refused)) << refused;
   EXPECT_EQ(refused.message(), "the leader lets 3 runs share pass 7, and said 2 before");
   host_->Stop(wrong, "");
+  const uint64_t fewer = Prepare(prompt, 0, 7, 1);
+  EXPECT_TRUE(absl::IsInternal(listener_.Prepared(fewer).status())) << listener_.Prepared(fewer).status();
+  host_->Stop(fewer, "");
   const uint64_t other_rank = Prepare(prompt, 1, 7, 1), second = Prepare(prompt, 0, 7, 2);
   for (const uint64_t run : {first, other_rank, second}) Start(run);
   for (const uint64_t run : {first, second}) ExpectBits(run, prompt, 0);

@@ -231,7 +231,9 @@ TEST_F(WorkerLinkTest, ADrainHasAnEnd) {
   Join();
   BeginRun(5);
   machine_.Drain(now_);
+  Do();
   const auto pass = [&](absl::Duration time) {
+    machine_.Drain(now_);  // it drains already
     now_ += time;
     Hear([](v1::LeaderMessage& message) { message.mutable_heartbeat(); });
     Tick();
@@ -242,6 +244,9 @@ TEST_F(WorkerLinkTest, ADrainHasAnEnd) {
   pass(absl::Milliseconds(1));
   ASSERT_TRUE(exit_.has_value());
   EXPECT_TRUE(absl::IsDeadlineExceeded(*exit_)) << *exit_;
+  const auto leaves =
+      std::count_if(sent_.begin(), sent_.end(), [](const auto& each) { return each.has_leave(); });
+  EXPECT_EQ(leaves, 1);
   exit_.reset();
   Tick(absl::Hours(1));
   EXPECT_FALSE(exit_.has_value()) << "once";
