@@ -19,7 +19,7 @@ PROBES = {"startupProbe": "/healthz", "livenessProbe": "/healthz", "readinessPro
 PATIENCE_SECONDS = 5  # of one probe: health answers in 2 ms, and late where the CPU limit holds the process back
 OUTAGE_SECONDS = 60  # a container that answers no probe for less is not restarted
 LOAD_SECONDS = 1800  # the model's fetch and load, after the last pod has drained
-EVIDENCE_SECONDS = 24 * 3600  # a Job that failed at night is looked at in the morning
+EVIDENCE_SECONDS = 3600  # no longer, either: until then Kubernetes refuses a change of the Job's model
 RETRIES = 10  # of a download, over half an hour: 10 s after the first failure, then twice as long, at most 6 minutes
 APPLIED_BYTES = 262144  # kubectl apply keeps an object in an annotation of its own, which is bounded
 
