@@ -120,6 +120,8 @@ def rows():
             graph("Refused requests, by reason", "short",
                   [query(f"sum by (reason) (increase(meshfill_requests_refused_total{{{POOL}}}[{WINDOW}])) > 0", "{{reason}}")],
                   "In the window: which bound it was, or what was wrong with the request. docs/metrics.md explains each.", stacked=True),
+            graph("Results that nobody read", "short", [query(increase("meshfill_results_dropped_total"), "dropped")],
+                  "In the window. They count as OK, and their clients got CANCELLED: limits.result_timeout, limits.unread_bytes."),
             graph("Slower than the objective", "percentunit",
                   [query(f"meshfill:ttft_slow_ratio:1h{{{POOL}}}", "1 h {{instance}}"),
                    query(f"meshfill:ttft_slow_ratio:6h{{{POOL}}}", "6 h {{instance}}")],
@@ -143,9 +145,10 @@ def rows():
                   "1 is right. Admission and planning rest on it."),
             graph("Queue, share of its bound", "percentunit",
                   [query(f"meshfill_queue_tokens{{{POOL}}} / meshfill_queue_max_tokens{{{POOL}}}", "tokens {{instance}}"),
+                   query(f"meshfill_queue_requests{{{POOL}}} / meshfill_queue_max_requests{{{POOL}}}", "requests {{instance}}"),
                    query(f"meshfill_queue_oldest_seconds{{{POOL}}} / meshfill_queue_max_wait_seconds{{{POOL}}}",
                          "oldest {{instance}}")],
-                  "At 100 % of the tokens new prompts are refused. The oldest may wait as long as queue.max_wait."),
+                  "At 100 % of the tokens or the requests new prompts are refused. The oldest may wait as long as queue.max_wait."),
         ]),
         ("How much of attention is communication that nothing hides?", [
             panel("status-history", "Comm wait of each rank", "percentunit",
@@ -214,7 +217,7 @@ def rows():
         ]),
         ("What runs here?", [
             labels_table("Plan of the last prefill", "meshfill_plan_info", "Its tile, head groups and layout.", 14),
-            labels_table("Builds", "meshfill_build_info", "A front-end and its workers have the same one.", 10),
+            labels_table("Builds", "meshfill_build_info", "A front-end and its workers have the same version. Compare the commits, too: the pool does not.", 10),
         ]),
     ]
 

@@ -103,6 +103,8 @@ class MetricFamilies {
       AddGauge("meshfill_queue_oldest_seconds",
                "How long the oldest request has waited since its upload was complete; 0: none waits.")
           .Add({});
+  Gauge& queue_max_requests =
+      AddGauge("meshfill_queue_max_requests", "The queue's bound in requests (queue.max_requests).").Add({});
   Gauge& queue_max_tokens =
       AddGauge("meshfill_queue_max_tokens", "The queue's bound in tokens (queue.max_tokens).").Add({});
   Gauge& queue_max_wait =

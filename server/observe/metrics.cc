@@ -169,7 +169,8 @@ void Metrics::OnKvFetched(int64_t bytes) {
 
 void Metrics::SetPeakFlops(double flops_per_second) { families_->peak_flops.Set(flops_per_second); }
 
-void Metrics::SetQueueLimits(int64_t max_tokens, absl::Duration max_wait) {
+void Metrics::SetQueueLimits(int64_t max_requests, int64_t max_tokens, absl::Duration max_wait) {
+  families_->queue_max_requests.Set(static_cast<double>(max_requests));
   families_->queue_max_tokens.Set(static_cast<double>(max_tokens));
   families_->queue_max_wait.Set(absl::ToDoubleSeconds(max_wait));
 }

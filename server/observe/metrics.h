@@ -105,7 +105,7 @@ class Metrics {
   void SetPool(PoolState state, int ranks);  // all ranks are in `state`
   void SetWorkers(const PoolLoad& load);     // in place of SetPool where workers join
   void SetPeakFlops(double flops_per_second);
-  void SetQueueLimits(int64_t max_tokens, absl::Duration max_wait);
+  void SetQueueLimits(int64_t max_requests, int64_t max_tokens, absl::Duration max_wait);
   void SetQueue(const QueueLoad& load);
   void SetKv(const KvLoad& load);
   void SetKvOfWorkers(const std::map<std::string, KvLoad>& by_name);  // each worker's; sets no totals

@@ -87,7 +87,7 @@ PrefillQueue::PrefillQueue(PrefillEngine& engine, const Limits& limits, Metrics&
       last_prefill_(last_prefill),
       order_({.max_age = limits.max_age, .most_live = engine.capacity()}),
       room_(limits, clock_) {
-  metrics_.SetQueueLimits(limits.max_tokens, limits.max_wait);
+  metrics_.SetQueueLimits(limits.max_requests, limits.max_tokens, limits.max_wait);
   metrics_.SetQueue(room_.load());
   for (int place = 0; place < engine_.capacity(); ++place) {
     runners_.emplace_back([this] { RunJobs(); });

@@ -44,7 +44,7 @@ TEST(MetricsTest, TellsAPrefill) {
   engine.PredictSeconds(1.6);
   metrics.SetPool(PoolState::kReady, FakeEngine::kRanks);
   metrics.SetPeakFlops(2e12);
-  metrics.SetQueueLimits(8192, absl::Minutes(5));
+  metrics.SetQueueLimits(/*max_requests=*/16, /*max_tokens=*/8192, absl::Minutes(5));
   metrics.SetQueue({.requests = 3,
                     .tokens = 4096,
                     .requests_by_class = {0, 0, 1, 0, 2},
@@ -70,6 +70,7 @@ TEST(MetricsTest, TellsAPrefill) {
       {"meshfill_requests_refused_total{reason=\"other\"}", 0},
       {"meshfill_queue_requests", 3},
       {"meshfill_queue_tokens", 4096},
+      {"meshfill_queue_max_requests", 16},
       {"meshfill_queue_max_tokens", 8192},
       {"meshfill_queue_max_wait_seconds", 300},
       {"meshfill_queue_oldest_seconds", 0},

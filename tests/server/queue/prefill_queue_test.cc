@@ -112,7 +112,9 @@ TEST_F(PrefillQueueTest, OrdersByPriorityThenArrival) {
 }
 
 TEST_F(PrefillQueueTest, BoundsRequestsIncludingUploads) {
-  MakeQueue({.max_requests = 2});
+  MakeQueue({.max_requests = 2, .max_tokens = 1000});
+  EXPECT_EQ(Metric("meshfill_queue_max_requests"), 2);
+  EXPECT_EQ(Metric("meshfill_queue_max_tokens"), 1000);
   auto one = Reserve({.id = "1", .tokens = 3, .predicted_seconds = 20});
   auto two = Reserve({.id = "2", .tokens = 3, .predicted_seconds = 30});
   // Nothing runs: the first place is free as soon as it begins.
