@@ -286,11 +286,14 @@ def vllm(documents):
         container["image"] = Value("{{ .Values.vllm.image.repository }}:{{ .Values.vllm.image.tag }}")
     spec["initContainers"] = If("not .Values.model.image", spec["initContainers"])
     main["resources"] = Tree(".Values.vllm.resources")
+    main["volumeMounts"].append(More(".Values.vllm.volumeMounts"))
     transfer = main["args"].index("--kv-transfer-config") + 1
     flag = json.loads(main["args"][transfer])
-    flag["kv_connector_extra_config"] = {"server": "SERVER", "min_tokens": "TOKENS"}
+    flag.pop("kv_connector_extra_config")
     main["args"][transfer] = "FLAG"
+    main["args"].append(More(".Values.vllm.args"))
     spec["volumes"][at(spec["volumes"], "model")] = model_volume(spec["volumes"][at(spec["volumes"], "model")])
+    spec["volumes"].append(More(".Values.vllm.volumes"))
     spec["imagePullSecrets"], spec["nodeSelector"] = With(".Values.imagePullSecrets"), With(".Values.vllm.nodeSelector")
     workload["spec"]["replicas"] = Value("{{ .Values.vllm.replicas }}")
     service, policy = find(documents, "Service", "-vllm"), find(documents, "NetworkPolicy", "-vllm")
@@ -299,9 +302,25 @@ def vllm(documents):
             if peer["namespaceSelector"]:
                 peer["namespaceSelector"]["matchLabels"]["kubernetes.io/metadata.name"] = Value("{{ .Values.monitoring.namespace }}")
     text = "".join(document(each) for each in (workload, service, policy))
-    flag = json.dumps(flag).replace("SERVER", "{{ .Release.Name }}:50051")
-    flag = flag.replace('"TOKENS"', "{{ .Values.vllm.minTokens | int }}")
-    return "{{- if .Values.vllm.enabled }}\n" + text.replace('"FLAG"', f"'{flag}'") + "{{- end }}\n"
+    given = " ".join(f'"{key}" "{value}"' for key, value in flag.items())
+    return ("{{- if .Values.vllm.enabled }}\n"
+            '{{- $server := dict "server" (printf "%s:50051" .Release.Name) "min_tokens" (int .Values.vllm.minTokens) }}\n'
+            f'{{{{- $flag := dict {given} "kv_connector_extra_config" (mergeOverwrite $server .Values.vllm.connector) }}}}\n'
+            + text.replace('"FLAG"', "{{ $flag | toJson | toJson }}") + "{{- end }}\n")
+
+
+REFUSED = (  # (values that cannot work together, what to do)
+    ("and .Values.vllm.enabled .Values.model.demo (not .Values.model.image)",
+     "vllm.enabled with model.demo: each pod makes a demo model for itself, and vLLM would wait for one for ever; set model.demo=false"),
+    ("and .Values.autoscaling.enabled (not .Values.workers.enabled)",
+     "autoscaling.enabled without workers: KEDA has nothing to scale; set workers.enabled=true or autoscaling.enabled=false"),
+    ("and .Values.workers.createPriorityClass (not .Values.workers.priorityClassName)",
+     "workers.createPriorityClass without a name; set workers.priorityClassName"),
+)
+
+
+def refused():
+    return "".join(f"{{{{- if {condition} }}}}{{{{ fail {json.dumps(message)} }}}}{{{{ end -}}}}\n" for condition, message in REFUSED)
 
 
 CONFIGS = """\
@@ -335,7 +354,7 @@ def schema_of(value):
         kinds = {bool: "boolean", int: "integer", str: "string", list: "array"}
         return {"type": kinds[type(value)]}
     return {"type": "object", "properties": {
-        key: {"type": "object"} if key in ("resources", "affinity", "config", "nodeSelector") else schema_of(each)
+        key: {"type": "object"} if key in ("resources", "affinity", "config", "nodeSelector", "connector") else schema_of(each)
         for key, each in value.items()}, "additionalProperties": False}
 
 
@@ -357,6 +376,7 @@ def files():
         "templates/monitoring.yaml": HEAD + monitoring(base),
         "templates/autoscaling.yaml": HEAD + autoscaling(render("overlays/autoscaled")),
         "templates/vllm.yaml": HEAD + vllm(render("overlays/vllm")),
+        "templates/refused.yaml": HEAD + refused(),
         "values.schema.json": schema(),
     }
 

@@ -121,6 +121,7 @@ def check_chart():
     policies = {each["metadata"]["name"]: each["spec"]["egress"] for each in documents if each["kind"] == "NetworkPolicy"}
     if [name for name, rules in policies.items() if rule in rules] != ["meshfill-front-end"]:
         yield "frontEnd.egress is no rule of the front-end's NetworkPolicy alone"
+    yield from check_vllm()
     url = "https://git.example.com/meshfill"
     documents, _ = helm(CHART, [], options=["--set", f"monitoring.documentation={url}"])
     runbooks = [rule["annotations"]["runbook_url"] for each in documents if each["kind"] == "PrometheusRule"
@@ -130,6 +131,32 @@ def check_chart():
     yield from (f"planted, and not found: {each}" for each in missed())
 
 
+def check_vllm():
+    """Whether vLLM gets what the values give it beside the overlay's."""
+    token = {"name": "token", "secret": {"secretName": "token"}}
+    mount = {"name": "token", "mountPath": "/token", "readOnly": True}
+    given = {"vllm": {"args": ["--disable-hybrid-kv-cache-manager"], "volumes": [token], "volumeMounts": [mount],
+                      "connector": {"tls": True, "min_tokens": 9, "server_name": "it's", "token_file": "/token/token"}}}
+    options = [each for key, value in given["vllm"].items() for each in ("--set-json", f"vllm.{key}={json.dumps(value)}")]
+    documents, error = helm(CHART, NEEDS["vllm"] + ["vllm"], release=OTHER, options=options)
+    yield from ([error] if error else (f"vLLM's values: {each}" for each in problems(documents, NEWEST)))
+    for workload in (each for each in documents if each["kind"] == "Deployment" and each["metadata"]["name"].endswith("-vllm")):
+        spec = workload["spec"]["template"]["spec"]
+        container, = spec["containers"]
+        flag = json.loads(container["args"][container["args"].index("--kv-transfer-config") + 1])
+        if flag["kv_connector_extra_config"] != {"server": f"{OTHER[0]}:50051", **given["vllm"]["connector"]}:
+            yield f"vllm.connector: the flag is {flag}"
+        if container["args"][-1:] != given["vllm"]["args"] or mount not in container["volumeMounts"] or token not in spec["volumes"]:
+            yield "vllm.args, vllm.volumes or vllm.volumeMounts are not in the pod"
+        return
+    yield "vLLM's values: there is no vLLM"
+
+
+REFUSED_VALUES = {  # combinations that cannot work: what the error names
+    "vllm.enabled=true,model.demo=true": "set model.demo=false",
+    "autoscaling.enabled=true,workers.enabled=false": "set workers.enabled=true",
+    "workers.createPriorityClass=true": "set workers.priorityClassName",
+}
 WRONG_VALUES = ("workers.replica=2", "workers.replicas=many", "model.claim.mode=x", "vllm.enabled=yes!")
 MISTAKES = (  # (file, what is there, what is planted)
     ("templates/workers.yaml", "podManagementPolicy", "podManagmentPolicy"),
@@ -149,6 +176,9 @@ def missed():
     for wrong in WRONG_VALUES:
         if not helm(CHART, [], options=["--set", wrong])[1]:
             yield wrong
+    for values, advice in REFUSED_VALUES.items():
+        if advice not in helm(CHART, [], options=["--set", values])[1]:
+            yield values
     with tempfile.TemporaryDirectory() as folder:
         chart = pathlib.Path(folder) / "meshfill"
         shutil.copytree(CHART, chart)  # links as files
