@@ -1,11 +1,15 @@
 # `cmake --install` and, with `cpack`, a Debian package: the binary, its manual pages and completion, made from its own help,
-# the documents and the examples.
+# the documents, the examples, and what the documents have people load: the dashboard, the rules, Envoy's configuration.
 include(GNUInstallDirs)
 find_package(Python3 REQUIRED COMPONENTS Interpreter)
 
 install(TARGETS meshfill)
 install(FILES README.md CHANGELOG.md LICENSE DESTINATION ${CMAKE_INSTALL_DOCDIR})
 install(DIRECTORY docs configs DESTINATION ${CMAKE_INSTALL_DOCDIR})
+install(FILES deploy/grafana/meshfill.json DESTINATION ${CMAKE_INSTALL_DOCDIR}/deploy/grafana)
+install(FILES deploy/prometheus/recording.yml deploy/prometheus/alerts.yml deploy/prometheus/prometheus.yml
+  DESTINATION ${CMAKE_INSTALL_DOCDIR}/deploy/prometheus)
+install(FILES deploy/envoy/meshfill.yaml DESTINATION ${CMAKE_INSTALL_DOCDIR}/deploy/envoy)
 
 find_program(MESHFILL_HELP2MAN help2man)
 if(MESHFILL_HELP2MAN)

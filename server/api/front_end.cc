@@ -111,7 +111,7 @@ class FrontEnd::Service final : public ServiceBase {
     ASSIGN_OR_RETURN(auto address, ResolveFreeAddress(config.listen()));
     ASSIGN_OR_RETURN(const auto transport, ApiServerTransport(config.api().tls(), address));
     ASSIGN_OR_RETURN(access_, Access::Open(config.api(), transport.peers));
-    grpc::EnableDefaultHealthCheckService(true);  // for everybody: Kubernetes' probes have no credential
+    grpc::EnableDefaultHealthCheckService(true);  // for everybody: load balancers have no credential
     if (!access_->asks_for_credentials()) grpc::reflection::InitProtoReflectionServerBuilderPlugin();
     grpc::ServerBuilder builder;
     LimitChannel(config.limits(), builder);

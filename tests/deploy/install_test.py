@@ -46,6 +46,13 @@ class InstallTest(unittest.TestCase):
         examples = self.prefix / "share/doc/meshfill/configs"
         self.assertEqual({each.name for each in examples.glob("*.yaml")}, {each.name for each in (ROOT / "configs").glob("*.yaml")})
 
+    def test_what_the_documents_have_people_load_is_there(self):
+        documents = self.prefix / "share/doc/meshfill/docs"
+        links = {(page, link) for page in documents.glob("*.md")
+                 for link in re.findall(r"\]\((\.\./(?:deploy|configs)/[^)#]+)", page.read_text())}
+        self.assertGreater(len(links), 5)
+        self.assertEqual({(page.name, link) for page, link in links if not (page.parent / link).is_file()}, set())
+
     def test_every_command_has_a_page_with_every_option(self):
         self.assertGreater(len(self.pages), 10)
         manual = self.prefix / "share/man/man1"
