@@ -9,7 +9,10 @@ name, its options, those that it wants, and the keys of `--set`. A span of code 
 import pathlib
 import re
 import shlex
+import shutil
+import subprocess
 import sys
+import tempfile
 import unittest
 
 import docs_test
@@ -113,6 +116,25 @@ class CommandsTest(unittest.TestCase):
             text = path.read_text()
             self.check(shown(text) if path.suffix == ".md" else comments(text), path)
         self.assertGreater(len(comments((ROOT / "configs/local.yaml").read_text())), 1)
+
+    @unittest.skipUnless(shutil.which("openssl"), "there is no openssl")
+    def test_the_pools_certificates_are_made_as_operating_says(self):
+        section = re.search(r"^### Certificates\n(.*?)^### ", docs_test.read("docs/operating.md"), re.M | re.S)[1]
+        commands = "".join(blocks(section)).replace("\n    ", "\n")
+        with tempfile.TemporaryDirectory() as folder:
+            script = f"set -e\nkubectl() {{ echo kubectl \"$@\" >>{folder}/asked; }}\ncd {folder}\n{commands}"
+            done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False)
+            self.assertEqual(done.returncode, 0, done.stderr)
+            made = pathlib.Path(folder, "meshfill-tls")
+            for name, purpose in (("front-end", "sslserver"), ("worker", "sslclient")):
+                subprocess.run(["openssl", "verify", "-CAfile", "ca.crt", "-purpose", purpose, f"{name}.crt"], cwd=made,
+                               capture_output=True, check=True)
+                asked = [line for line in pathlib.Path(folder, "asked").read_text().split("\n") if f"meshfill-{name}-tls" in line]
+                self.assertEqual(len(asked), 1)
+                for file in re.findall(r"--from-file=(?:\S+=)?(\S+)", asked[0]):
+                    self.assertTrue((made / file).is_file(), asked)
+            subprocess.run(["openssl", "verify", "-CAfile", "ca.crt", "-verify_hostname", "meshfill-control", "front-end.crt"],
+                           cwd=made, capture_output=True, check=True)
 
     def test_what_is_planted_is_found(self):
         for text, message in (

@@ -26,9 +26,6 @@ MISLEADING = (
     "| compressed messages | none", "| of it: ", "the peak that MFU refers to", "what their names say", "own row ends last",
     "merges what arrived", "that the host plays", "takes at least 0.999 times",
 )
-# What a worker's configuration may have, as its front-end's has it, though only the front-end reads it.
-OF_THE_FRONT_END = {"limits.upload_timeout", "limits.upload_tokens_per_second", "limits.max_top_k", "limits.return_logits",
-                    "kv.lease", "kv.max_lease", "kv.block_tokens", "kv.cache", "plan.partial_dtype"}
 SOURCE = re.compile(r"\.(h|cc|cu|cuh|py|sh|md|proto|ya?ml|json|svg|txt|in)$")
 
 
@@ -70,7 +67,7 @@ def keys_of(command):
     found = re.findall(r"^- `([\w.]+)` \(([^()]*(?:\([^()]*\)[^()]*)*)\):", read("docs/configuration.md"), re.M)
     about = {key: " ".join(text.split()) for key, text in found}
     other = {"serve": "worker", "worker": "serve"}[command]
-    return {key: (re.search(r"default: (.*?)(?:; of `\w+`)?$", text) or [""] * 2)[1] for key, text in about.items()
+    return {key: (re.search(r"default: (.*?)(?:; (?:of|read by) `\w+`|; read beside ranks)?$", text) or [""] * 2)[1] for key, text in about.items()
             if not text.endswith(f"of `{other}`")}
 
 
@@ -314,11 +311,21 @@ class DocsTest(unittest.TestCase):
 
     def test_the_workers_example_has_every_key_that_workers_read(self):
         text = read("configs/worker.yaml")
-        wanted = keys_of("worker").keys() - OF_THE_FRONT_END
+        wanted = keys_of("worker").keys() - make_api_docs.READ_BY_SERVE
         self.assertGreater(len(wanted), 30)
         missing = wanted - example_keys(text).keys()
         self.assertEqual({key for key in missing if not key.endswith(".insecure")}, set())
         self.assertEqual(text.count("or `insecure: true`"), sum(key.endswith(".insecure") for key in wanted))
+
+    def test_the_examples_name_every_key(self):
+        texts = [read(f"configs/{name}.yaml") for name in ("local", "pool", "worker")]
+        for key in keys_of("serve").keys() | keys_of("worker").keys():
+            name = key.rpartition(".")[2]
+            self.assertTrue(any(key in example_keys(text) or re.search(rf"(# .*\W|`){name}\b", text) for text in texts), key)
+
+    def test_keys_that_one_side_ignores_are_keys(self):
+        self.assertLessEqual(make_api_docs.READ_BY_SERVE | make_api_docs.READ_BESIDE_RANKS, configuration_keys())
+        self.assertEqual(make_api_docs.READ_BY_SERVE & make_api_docs.READ_BESIDE_RANKS, set())
 
     def test_metrics_in_the_docs_are_there(self):
         for path in DOCUMENTS:
