@@ -48,11 +48,9 @@
 
 #include <cstdint>
 #include <functional>
-#include <limits>
 #include <map>
 #include <memory>
 #include <optional>
-#include <queue>
 #include <random>
 #include <set>
 #include <string>
@@ -62,6 +60,9 @@
 #include "server/pool/leader.h"
 #include "server/pool/worker/held_kv.h"
 #include "server/pool/worker/worker_machine.h"
+#include "tests/server/pool/simulation/census.h"
+#include "tests/server/pool/simulation/machines.h"
+#include "tests/server/pool/simulation/requests.h"
 
 namespace meshfill {
 
@@ -73,22 +74,7 @@ class PoolSimulation {
   // Runs the whole story. Empty, or the first invariant that broke.
   std::string Run();
 
-  // Totals that show that the story had what it is for.
-  struct Census {
-    int answers = 0, results = 0, errors = 0, retries = 0, losses = 0, poisoned = 0, cancelled = 0;
-    int leases = 0, refused = 0, reads = 0, lost_reads = 0, missed_reads = 0, renewals = 0, releases = 0,
-        lapses = 0;
-    int behind_a_prefix = 0, evictions = 0;
-    int in_pieces = 0, pieces_again = 0, pieces_lost = 0;
-    int streamed = 0, shared = 0;            // runs prepared where workers may share weights
-    int on_submeshes = 0, side_by_side = 0;  // runs on one, of these beside another that goes on
-    int most_at_once = 0, pauses = 0, crowded_out = 0, attempts_of_innocents = 0;
-    int agreements = 0;           // of all workers of a run on where to stand still
-    int packs = 0, in_packs = 0;  // that began, and prompts in them
-    int packs_refused = 0;        // packs that had no room
-    int left_in_packs = 0;        // prompts that were computed to the end without their clients
-    int packs_again = 0;          // results of prompts whose pack failed, each by a run of its own
-  };
+  using Census = story::Census;
   const Census& census() const { return census_; }
 
  private:
@@ -112,141 +98,16 @@ class PoolSimulation {
   };
   static constexpr int kSteps = 11;
 
-  struct Mesh {  // the ranks of one run that have started, by the run's addresses
-    struct Member {
-      int node = -1;  // -1: not started yet
-      int seat = 0;
-      int incarnation = 0;
-      int done = 0;  // operations
-      uint64_t digest = 0;
-    };
-    uint64_t run = 0;
-    std::vector<Member> members;  // by rank
-    bool broken = false;          // a member died
-  };
-  struct HostRank {
-    int seat = 0;
-    int operations = 0;  // ended
-    bool computing = false;
-    absl::Time computing_since;
-    bool held = false;  // it stands still: at the end of its operation, or before the message behind it
-    bool over = false;
-  };
-  // What runs of a pack share on a rank of a node.
-  struct Pass {
-    int runs = 0;       // so many come
-    int started = 0;    // of these
-    bool held = false;  // it stands still, at the end of an operation, for one of them
-    bool over = false;  // all operations have ended
-    bool failed = false;
-  };
-  using PassKey = std::pair<uint64_t, int>;  // the pack's number, and the rank of its node
-
-  // A run's part of a node.
-  struct Host {
-    WorkerMachine::RunPart part;
-    bool paused = false;
-    // Where messages do not mix: the pause's number (0: it goes on), how many messages a rank may begin, and
-    // whether all workers have agreed on that, and all ranks here stand still.
-    uint64_t pause = 0;
-    int64_t most_messages = std::numeric_limits<int64_t>::max();
-    bool agreed = false, still = false;
-    std::vector<std::string> addresses = {};
-    std::vector<LinkProbe> probes = {};
-    std::vector<HostRank> ranks = {};
-    std::shared_ptr<Mesh> mesh = nullptr;
-    std::shared_ptr<Pass> pass = nullptr;             // null: it shares none
-    std::shared_ptr<KvPrompt> kv = nullptr;           // null: K and V are dropped
-    std::shared_ptr<const KvSlabs> prefix = nullptr;  // of the plan's cached tokens; null: there are none
-  };
-  struct Node {
-    std::string name;
-    int ranks = 1;
-    int incarnation = 0;
-    std::unique_ptr<WorkerMachine> machine;  // null: dead
-    std::unique_ptr<HeldKv> kv;              // of this incarnation
-    int64_t memory_bytes = 0;
-    bool may_share = false;          // its weights
-    std::map<uint64_t, Host> hosts;  // by run
-    std::map<PassKey, std::weak_ptr<Pass>> passes;
-    uint64_t link = 0;                  // 0: none
-    absl::Time host_free_at;            // it prepares and stops runs in the order in which it was told
-    absl::Time frozen_until;            // stopped: nothing happens
-    absl::Time compute_frozen_until;    // its host does nothing, the control plane lives
-    absl::Time partitioned_until;       // from the leader
-    absl::Time data_partitioned_until;  // from its peers
-  };
-  struct Link {
-    int node = 0;
-    int node_incarnation = 0;
-    uint64_t node_connection = 0;
-    int leader_incarnation = 0;
-    bool open_at_node = true;
-    bool open_at_leader = true;
-    bool cut = false;               // nothing arrives any more
-    absl::Time to_leader, to_node;  // the last arrival: streams keep their order
-  };
-  struct ClientRequest {
-    std::vector<uint32_t> tokens;
-    bool poisonous = false;
-    bool calm = false;    // no fault since it was submitted, and well before
-    uint64_t losses = 0;  // of workers, before it
-    bool cancelled = false;
-    std::set<uint64_t> runs;   // of this leader
-    int attempts = 0;          // that these began
-    int deaths = 0;            // in its runs, by its poison
-    std::string lease;         // empty: K and V are not kept
-    std::string cache_tenant;  // whose prompts it may begin like
-    bool ignores_cache = false;
-    int submeshes = 1;
-    // The same for all of a pack, which have their turns in common. 0: it was submitted by itself.
-    Leader::Ticket pack = 0;
-    int pack_prompts = 1;
-    double pack_share = 1;
-    bool paused = false;
-    absl::Time resumed_at = absl::InfinitePast();
-    absl::Time submitted_at;
-  };
-  // A run as its workers were told of it.
-  struct RunTold {
-    std::vector<uint32_t> tokens;  // of the whole prompt
-    std::string cache_tenant;
-    std::vector<uint64_t> computed_by;  // by token, up to the end of the piece: the run
-    bool stopped = false;
-    bool cancelled = false;  // stopped for its client alone
-    bool finished = false;
-    uint64_t losses = 0;  // of workers, until it was
-    bool begun = false;
-    bool is_next_piece = false;                        // of its prompt: it runs where those before it did
-    uint64_t pause = 0;                                // number of the last one
-    std::set<uint64_t> still;                          // links whose workers stand still in it
-    absl::Time paused_since = absl::InfiniteFuture();  // it goes on
-    bool innocent = false;  // of its epoch's end: it had stood still for as long as a worker may be silent
-    Leader::Ticket ticket = 0;
-    std::map<int, int> nodes;           // its workers' incarnations
-    std::map<uint64_t, int64_t> links;  // bytes that it reserves, by its worker's link
-    absl::Time stopped_at = absl::InfiniteFuture();
-    uint64_t pack = 0;  // 0: it shares no pass
-    int pack_runs = 0, local_rank = 0;
-    bool left = false;                                   // its client is gone
-    bool done = false;                                   // the leader has its rank's last word
-    absl::Time unwanted_since = absl::InfiniteFuture();  // nobody wants its pass
-  };
-  // A request before it is submitted.
-  struct DrawnRequest {
-    ClientRequest client;
-    PrefillOptions options;
-  };
-
-  // A client's lease, as it must be.
-  struct KvClient {
-    int leader_incarnation = 0;
-    int64_t tokens = 0;
-    bool held = true;  // by its prefill
-    bool ended = false;
-    absl::Time expires;
-    absl::Time changed_at;  // when the workers were told last
-  };
+  using Mesh = story::Mesh;
+  using HostRank = story::HostRank;
+  using Pass = story::Pass;
+  using Host = story::Host;
+  using Node = story::Node;
+  using Link = story::Link;
+  using ClientRequest = story::ClientRequest;
+  using RunTold = story::RunTold;
+  using DrawnRequest = story::DrawnRequest;
+  using KvClient = story::KvClient;
 
   // ---- Time: pool_simulation.cc.
   void At(absl::Time when, int node, std::function<void()> what);  // node −1: not a worker's

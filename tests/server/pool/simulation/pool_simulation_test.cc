@@ -41,41 +41,7 @@ TEST(PoolSimulationTest, EveryRequestHasOneRightAnswerWhateverFails) {
       PoolSimulation story(first + i);
       const std::string failure = story.Run();
       const std::lock_guard<std::mutex> lock(mutex);
-      const PoolSimulation::Census& census = story.census();
-      total.answers += census.answers;
-      total.results += census.results;
-      total.errors += census.errors;
-      total.retries += census.retries;
-      total.losses += census.losses;
-      total.poisoned += census.poisoned;
-      total.cancelled += census.cancelled;
-      total.leases += census.leases;
-      total.refused += census.refused;
-      total.reads += census.reads;
-      total.lost_reads += census.lost_reads;
-      total.missed_reads += census.missed_reads;
-      total.renewals += census.renewals;
-      total.releases += census.releases;
-      total.lapses += census.lapses;
-      total.behind_a_prefix += census.behind_a_prefix;
-      total.evictions += census.evictions;
-      total.in_pieces += census.in_pieces;
-      total.pieces_again += census.pieces_again;
-      total.pieces_lost += census.pieces_lost;
-      total.streamed += census.streamed;
-      total.shared += census.shared;
-      total.on_submeshes += census.on_submeshes;
-      total.side_by_side += census.side_by_side;
-      total.most_at_once = std::max(total.most_at_once, census.most_at_once);
-      total.pauses += census.pauses;
-      total.agreements += census.agreements;
-      total.crowded_out += census.crowded_out;
-      total.attempts_of_innocents += census.attempts_of_innocents;
-      total.packs += census.packs;
-      total.in_packs += census.in_packs;
-      total.packs_refused += census.packs_refused;
-      total.left_in_packs += census.left_in_packs;
-      total.packs_again += census.packs_again;
+      total.Add(story.census());
       if (failure.empty()) continue;
       if (++failures <= 5) {
         ADD_FAILURE() << "seed " << first + i << ": " << failure
@@ -87,30 +53,7 @@ TEST(PoolSimulationTest, EveryRequestHasOneRightAnswerWhateverFails) {
   std::thread other(tell);
   tell();
   other.join();
-  std::printf(
-      "%d answers: %d results, %d errors (%d cancelled, %d poisonous); %d workers lost, %d runs begun "
-      "again\n",
-      total.answers, total.results, total.errors, total.cancelled, total.poisoned, total.losses,
-      total.retries);
-  std::printf(
-      "%d leases, %d refused: %d reads, %d of lost ones, %d missed; %d renewed, %d released, %d lapsed\n",
-      total.leases, total.refused, total.reads, total.lost_reads, total.missed_reads, total.renewals,
-      total.releases, total.lapses);
-  std::printf("%d runs behind a cached prefix, %d evictions\n", total.behind_a_prefix, total.evictions);
-  std::printf("%d results in pieces, %d pieces ran again, %d prompts lost what they had of theirs\n",
-              total.in_pieces, total.pieces_again, total.pieces_lost);
-  std::printf("%d parts of runs streamed weights that may be shared, %d shared them\n", total.streamed,
-              total.shared);
-  std::printf("%d runs on sub-meshes, %d of them beside others that went on\n", total.on_submeshes,
-              total.side_by_side);
-  std::printf(
-      "up to %d runs at once on a worker; ranks stood still %d times, %d runs before the same message; %d "
-      "requests waited for memory or a place; %d results beside a poisonous request took more than one run\n",
-      total.most_at_once, total.pauses, total.agreements, total.crowded_out, total.attempts_of_innocents);
-  std::printf(
-      "%d packs of %d prompts, %d had no room; %d prompts were computed without their clients; %d results "
-      "after their packs failed\n",
-      total.packs, total.in_packs, total.packs_refused, total.left_in_packs, total.packs_again);
+  total.Print();
   // The stories have in them what they are for.
   if (failures > 0) return;
   const int share = static_cast<int>(seeds / 20);
