@@ -131,7 +131,7 @@ RunOrder::Ticket RunOrder::Choose(absl::Time now) {
 Ranking RunOrder::Ranked(absl::Time now) {
   FindUrgent(now);
   const FreePlaces places = PlacesNow(now);
-  std::vector<RunRank> ranks;
+  std::vector<TurnRank> ranks;
   ranks.reserve(entries_.size());
   for (const auto& [ticket, entry] : entries_) ranks.push_back(RankOf(ticket, entry, places, now));
   return RankByTurns(std::move(ranks), elder_);
@@ -302,7 +302,7 @@ std::vector<RunOrder::Turn> RunOrder::RunAhead(absl::Time now, Ticket stop) {
   return turns;
 }
 
-RunRank RunOrder::RankOf(Ticket ticket, const Entry& entry, const FreePlaces& places, absl::Time now) const {
+TurnRank RunOrder::RankOf(Ticket ticket, const Entry& entry, const FreePlaces& places, absl::Time now) const {
   const double rest = std::max(kLeastRestSeconds, entry.RestOnAll(now));
   const double lead = leads_.at(entry.job.tenant);
   const double waits = absl::ToDoubleSeconds(entry.Stood(now)) /

@@ -6,7 +6,7 @@
 // first of this order computes:
 //   1. those that have waited for `max_age`, the oldest first: nobody starves. The first of them that may
 //      compute gives way as others do, but only to what takes no longer than it has computed itself, less
-//      what has gone before it since (run_rank.h). So it has half of the time, and short ones wait for it no
+//      what has gone before it since (turn_rank.h). So it has half of the time, and short ones wait for it no
 //      longer than for themselves;
 //   2. the higher priority class;
 //   3. those whose deadline can still be met, but not if they wait any longer, the earliest deadline first.
@@ -73,7 +73,7 @@
 #include "server/queue/gang_choice.h"
 #include "server/queue/recent_work.h"
 #include "server/queue/run_entry.h"
-#include "server/queue/run_rank.h"
+#include "server/queue/turn_rank.h"
 
 namespace meshfill {
 
@@ -165,7 +165,7 @@ class RunOrder {
  private:
   using Entry = RunEntry;
 
-  RunRank RankOf(Ticket ticket, const Entry& entry, const FreePlaces& places, absl::Time now) const;
+  TurnRank RankOf(Ticket ticket, const Entry& entry, const FreePlaces& places, absl::Time now) const;
   Ranking Ranked(absl::Time now);  // all
   FreePlaces PlacesNow(absl::Time now) const;
   // The first of `ranked` that may compute, and those beside it.

@@ -1,5 +1,5 @@
 // The order that is made of ranks, for ranks that are given. Orders as they come: run_order_*_test.
-#include "server/queue/run_rank.h"
+#include "server/queue/turn_rank.h"
 
 #include <gtest/gtest.h>
 
@@ -13,7 +13,7 @@ namespace {
 using Tickets = std::vector<RunTicket>;
 
 // One that came with its ticket's second, and may compute.
-RunRank RankOf(RunTicket ticket, double rest_seconds) {
+TurnRank RankOf(RunTicket ticket, double rest_seconds) {
   return {.ticket = ticket,
           .may_compute = true,
           .rest_seconds = rest_seconds,
@@ -21,13 +21,13 @@ RunRank RankOf(RunTicket ticket, double rest_seconds) {
           .complete_at = absl::FromUnixSeconds(static_cast<int64_t>(ticket))};
 }
 
-RunRank AgedOf(RunTicket ticket, double rest_seconds) {
-  RunRank rank = RankOf(ticket, rest_seconds);
+TurnRank AgedOf(RunTicket ticket, double rest_seconds) {
+  TurnRank rank = RankOf(ticket, rest_seconds);
   rank.aged = true;
   return rank;
 }
 
-TEST(RunRank, WithoutAgedOnesTheLeastRestGoesFirst) {
+TEST(TurnRank, WithoutAgedOnesTheLeastRestGoesFirst) {
   Elder elder{.ticket = 1, .credit_seconds = 5};  // it has ended
   const Ranking ranking = RankByTurns({RankOf(2, 4), RankOf(3, 1), RankOf(4, 2)}, elder);
   EXPECT_EQ(ranking.tickets, (Tickets{3, 4, 2}));
@@ -35,7 +35,7 @@ TEST(RunRank, WithoutAgedOnesTheLeastRestGoesFirst) {
   EXPECT_EQ(elder.ticket, 0u);
 }
 
-TEST(RunRank, ANewElderGivesWayToNobody) {
+TEST(TurnRank, ANewElderGivesWayToNobody) {
   Elder elder{.ticket = 1, .credit_seconds = 100};
   const Ranking ranking = RankByTurns({RankOf(4, 0.5), AgedOf(3, 10), AgedOf(2, 20), RankOf(5, 2)}, elder);
   EXPECT_EQ(ranking.tickets, (Tickets{2, 3, 4, 5}));
@@ -45,9 +45,9 @@ TEST(RunRank, ANewElderGivesWayToNobody) {
 }
 
 // Only to what its credit is enough for, and what would go before it were it not aged.
-TEST(RunRank, AnElderGivesWayForItsCredit) {
+TEST(TurnRank, AnElderGivesWayForItsCredit) {
   Elder elder{.ticket = 2, .credit_seconds = 1};
-  RunRank low = RankOf(6, 0.1), high = RankOf(7, 0.8);
+  TurnRank low = RankOf(6, 0.1), high = RankOf(7, 0.8);
   low.priority = -1;
   high.priority = 1;
   const Ranking ranking =
@@ -59,8 +59,8 @@ TEST(RunRank, AnElderGivesWayForItsCredit) {
 }
 
 // A prediction that is a little wrong takes its turn from nobody.
-TEST(RunRank, WhatGoesBeforeAnElderGoesOnForALittleMoreThanItsCredit) {
-  RunRank computes = RankOf(4, 0.7), waits = RankOf(5, 0.7);
+TEST(TurnRank, WhatGoesBeforeAnElderGoesOnForALittleMoreThanItsCredit) {
+  TurnRank computes = RankOf(4, 0.7), waits = RankOf(5, 0.7);
   computes.computes = true;
   computes.work_seconds = waits.work_seconds = 1;
   Elder elder{.ticket = 2, .credit_seconds = 0.5};
@@ -74,20 +74,20 @@ TEST(RunRank, WhatGoesBeforeAnElderGoesOnForALittleMoreThanItsCredit) {
   EXPECT_EQ(RankByTurns({AgedOf(2, 20), computes}, elder).tickets, (Tickets{2, 4})) << "a new elder";
 }
 
-TEST(RunRank, ARoundedCreditIsEnough) {
+TEST(TurnRank, ARoundedCreditIsEnough) {
   Elder elder{.ticket = 2, .credit_seconds = 1 - 1e-9};
   EXPECT_EQ(RankByTurns({AgedOf(2, 20), RankOf(3, 1)}, elder).tickets, (Tickets{3, 2}));
 }
 
-TEST(RunRank, TheElderIsOneThatMayCompute) {
+TEST(TurnRank, TheElderIsOneThatMayCompute) {
   for (const bool one_may : {true, false}) {
     Elder elder;
-    RunRank oldest = AgedOf(2, 10), next = AgedOf(3, 10), short_one = RankOf(4, 1), lives = RankOf(5, 2);
+    TurnRank oldest = AgedOf(2, 10), next = AgedOf(3, 10), short_one = RankOf(4, 1), lives = RankOf(5, 2);
     oldest.may_compute = false;
     next.may_compute = one_may;
     short_one.may_compute = false;
     lives.lives = true;
-    const std::vector<RunRank> ranks = {oldest, next, short_one, lives};
+    const std::vector<TurnRank> ranks = {oldest, next, short_one, lives};
     RankByTurns(ranks, elder);
     EXPECT_EQ(elder.ticket, one_may ? 3u : 5u) << "they wait for the first that lives to end";
     elder.credit_seconds = 3;
@@ -96,8 +96,8 @@ TEST(RunRank, TheElderIsOneThatMayCompute) {
 }
 
 // What would begin before it only seems to have the turn: what lives computes.
-TEST(RunRank, NobodyWhoIsYoungerThanOneThatWaitsForMemoryIsTheElder) {
-  RunRank put_back = AgedOf(2, 10), lives = RankOf(5, 2);
+TEST(TurnRank, NobodyWhoIsYoungerThanOneThatWaitsForMemoryIsTheElder) {
+  TurnRank put_back = AgedOf(2, 10), lives = RankOf(5, 2);
   put_back.may_compute = false;
   put_back.put_back = true;
   lives.lives = true;
@@ -110,7 +110,7 @@ TEST(RunRank, NobodyWhoIsYoungerThanOneThatWaitsForMemoryIsTheElder) {
   lives.aged = true;
   RankByTurns({put_back, AgedOf(3, 10), lives}, elder);
   EXPECT_EQ(elder.ticket, 5u) << "it has begun";
-  RunRank shorter = RankOf(6, 1);
+  TurnRank shorter = RankOf(6, 1);
   shorter.lives = true;
   elder = {};
   RankByTurns({put_back, lives, shorter}, elder);

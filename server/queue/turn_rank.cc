@@ -1,4 +1,4 @@
-#include "server/queue/run_rank.h"
+#include "server/queue/turn_rank.h"
 
 #include <algorithm>
 #include <tuple>
@@ -6,7 +6,7 @@
 namespace meshfill {
 namespace {
 
-using Ranks = std::vector<RunRank>;
+using Ranks = std::vector<TurnRank>;
 
 constexpr double kSlackOfWork = 0.25;        // over the credit: its rest is predicted anew after each layer
 constexpr double kLeastSlackSeconds = 1e-6;  // times are rounded
@@ -20,18 +20,18 @@ Ranks::iterator FindElder(Ranks& ranks) {
     }
     return found;
   };
-  if (oldest([](const RunRank&) { return true; }) == ranks.end()) return ranks.end();
-  const auto put_back = oldest([](const RunRank& rank) { return rank.put_back; });
-  const auto elder = oldest([&](const RunRank& rank) {
+  if (oldest([](const TurnRank&) { return true; }) == ranks.end()) return ranks.end();
+  const auto put_back = oldest([](const TurnRank& rank) { return rank.put_back; });
+  const auto elder = oldest([&](const TurnRank& rank) {
     return rank.may_compute && (rank.lives || put_back == ranks.end() || rank.IsOlder(*put_back));
   });
   if (elder != ranks.end()) return elder;
-  return std::find_if(ranks.begin(), ranks.end(), [](const RunRank& rank) { return rank.lives; });
+  return std::find_if(ranks.begin(), ranks.end(), [](const TurnRank& rank) { return rank.lives; });
 }
 
 }  // namespace
 
-bool RunRank::Before(const RunRank& other) const {
+bool TurnRank::Before(const TurnRank& other) const {
   if (stays != other.stays) return stays;
   if (priority != other.priority) return priority > other.priority;
   if (urgent != other.urgent) return urgent;
@@ -40,13 +40,13 @@ bool RunRank::Before(const RunRank& other) const {
   return IsOlder(other);
 }
 
-bool RunRank::IsOlder(const RunRank& other) const {
+bool TurnRank::IsOlder(const TurnRank& other) const {
   return std::tie(complete_at, ticket) < std::tie(other.complete_at, other.ticket);
 }
 
 Ranking RankByTurns(Ranks ranks, Elder& elder) {
   std::sort(ranks.begin(), ranks.end(),
-            [](const RunRank& left, const RunRank& right) { return left.Before(right); });
+            [](const TurnRank& left, const TurnRank& right) { return left.Before(right); });
   Ranking ranking;
   const auto served = FindElder(ranks);
   const RunTicket ticket = served == ranks.end() ? 0 : served->ticket;
@@ -56,7 +56,7 @@ Ranking RankByTurns(Ranks ranks, Elder& elder) {
     served->aged = true;
     const double credit = elder.credit_seconds;
     double least_rest = std::numeric_limits<double>::infinity();  // of those that the credit holds back
-    const auto ahead_end = std::stable_partition(ranks.begin(), served, [&](const RunRank& rank) {
+    const auto ahead_end = std::stable_partition(ranks.begin(), served, [&](const TurnRank& rank) {
       if (!rank.may_compute) return false;
       const double slack = rank.computes && !is_new ? kSlackOfWork * rank.work_seconds : 0;
       if (rank.rest_seconds <= credit + std::max(kLeastSlackSeconds, slack)) return true;
@@ -65,12 +65,12 @@ Ranking RankByTurns(Ranks ranks, Elder& elder) {
     });
     ranking.holds_seconds = ahead_end == ranks.begin() ? least_rest - credit : ranks.front().rest_seconds;
     const auto aged_end =
-        std::stable_partition(ahead_end, ranks.end(), [](const RunRank& rank) { return rank.aged; });
+        std::stable_partition(ahead_end, ranks.end(), [](const TurnRank& rank) { return rank.aged; });
     std::sort(ahead_end, aged_end,
-              [](const RunRank& left, const RunRank& right) { return left.IsOlder(right); });
+              [](const TurnRank& left, const TurnRank& right) { return left.IsOlder(right); });
   }
   ranking.tickets.reserve(ranks.size());
-  for (const RunRank& rank : ranks) ranking.tickets.push_back(rank.ticket);
+  for (const TurnRank& rank : ranks) ranking.tickets.push_back(rank.ticket);
   return ranking;
 }
 

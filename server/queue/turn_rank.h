@@ -1,6 +1,6 @@
 // What the order of turns compares (run_order.h), at one moment, and the order that it makes of that.
-#ifndef MESHFILL_SERVER_QUEUE_RUN_RANK_H_
-#define MESHFILL_SERVER_QUEUE_RUN_RANK_H_
+#ifndef MESHFILL_SERVER_QUEUE_TURN_RANK_H_
+#define MESHFILL_SERVER_QUEUE_TURN_RANK_H_
 
 #include <limits>
 #include <vector>
@@ -10,7 +10,7 @@
 
 namespace meshfill {
 
-struct RunRank {
+struct TurnRank {
   RunTicket ticket = 0;
   bool lives = false;
   bool may_compute = false;  // it lives, or has a place where it may begin
@@ -26,8 +26,8 @@ struct RunRank {
   double weighted_rest = 0;
   absl::Time complete_at;
 
-  bool Before(const RunRank& other) const;  // whatever their ages
-  bool IsOlder(const RunRank& other) const;
+  bool Before(const TurnRank& other) const;  // whatever their ages
+  bool IsOlder(const TurnRank& other) const;
 };
 
 // The oldest prefill that has waited for max_age and may compute; none that would begin before an older one
@@ -48,8 +48,8 @@ struct Ranking {
 
 // A new elder has no credit. What goes before an elder keeps its turn though it takes a little longer than
 // the credit.
-Ranking RankByTurns(std::vector<RunRank> ranks, Elder& elder);
+Ranking RankByTurns(std::vector<TurnRank> ranks, Elder& elder);
 
 }  // namespace meshfill
 
-#endif  // MESHFILL_SERVER_QUEUE_RUN_RANK_H_
+#endif  // MESHFILL_SERVER_QUEUE_TURN_RANK_H_
