@@ -40,6 +40,19 @@ void Census::Add(const Census& other) {
   packs_refused += other.packs_refused;
   left_in_packs += other.left_in_packs;
   packs_again += other.packs_again;
+  came += other.came;
+  entered += other.entered;
+  ended_without_result += other.ended_without_result;
+  refused_by_queue += other.refused_by_queue;
+  entered_again += other.entered_again;
+  places_lost += other.places_lost;
+  slow_places_lost += other.slow_places_lost;
+  put_back += other.put_back;
+  preempted += other.preempted;
+  packs_by_turn += other.packs_by_turn;
+  submeshes_by_turn += other.submeshes_by_turn;
+  aged += other.aged;
+  elders_gave_way += other.elders_gave_way;
 }
 
 void Census::Print() const {
@@ -63,6 +76,15 @@ void Census::Print() const {
       "%d packs of %d prompts, %d had no room; %d prompts were computed without their clients; %d results "
       "after their packs failed\n",
       packs, in_packs, packs_refused, left_in_packs, packs_again);
+  std::printf(
+      "%d came to queues, which refused %d times and let in %d, %d of them again; %d lost their places, %d "
+      "slow uploads theirs; %d ended without a result\n",
+      came, refused_by_queue, entered, entered_again, places_lost, slow_places_lost, ended_without_result);
+  std::printf(
+      "by the order's turns %d were put back, %d gave way, %d packs and %d runs on sub-meshes began; %d "
+      "aged, "
+      "and others went before such a one in %d choices\n",
+      put_back, preempted, packs_by_turn, submeshes_by_turn, aged, elders_gave_way);
 }
 
 }  // namespace meshfill::story

@@ -18,6 +18,13 @@ struct Census {
   int packs_refused = 0;        // packs that had no room
   int left_in_packs = 0;        // prompts that were computed to the end without their clients
   int packs_again = 0;          // results of prompts whose pack failed, each by a run of its own
+  // In stories whose turns are the queue's.
+  int came = 0, entered = 0, ended_without_result = 0;          // clients
+  int refused_by_queue = 0, entered_again = 0;                  // of these, when they came again
+  int places_lost = 0, slow_places_lost = 0;                    // to others
+  int put_back = 0;                                             // had no room at the leader
+  int preempted = 0, packs_by_turn = 0, submeshes_by_turn = 0;  // by the order
+  int aged = 0, elders_gave_way = 0;                            // waited for max_age; choices
 
   void Add(const Census& other);
   void Print() const;

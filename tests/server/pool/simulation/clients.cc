@@ -27,13 +27,18 @@ void PoolSimulation::SubmitNext() {
   if (leader_ == nullptr || LiveOfClients() >= most_requests_) return SubmitAgainAfter(DrawMs(20, 200));
   if (requests_left_ <= 0 && !healed_) return SubmitAgainAfter(DrawMs(100, 300));
   const bool last = requests_left_ <= 0;  // alone, in a pool that is whole
-  const bool alone = requests_.empty() && (!small_ || leader_->kv_counts().leases == 0);
+  const bool alone = LiveOfClients() == 0 && (!small_ || leader_->kv_counts().leases == 0);
   if (last && (!alone || !CalmSince(now_ - kSettle))) return SubmitAgainAfter(DrawMs(100, 1000));
   if (const std::string missing = last ? Missing() : ""; !missing.empty()) {
     if (CalmSince(now_ - kHealed)) Fail(absl::StrCat("the pool did not heal: without", missing));
     return SubmitAgainAfter(DrawMs(100, 1000));
   }
   --requests_left_;
+  if (queued_) {
+    queue_clients_.Add(DrawRequest(last, /*for_pack=*/!last && packs_ && Chance(0.5)), last);
+    if (!last) SubmitAgainAfter(Chance(0.6) ? DrawMs(0, 3) : DrawMs(1, 500));
+    return;
+  }
   if (!last && packs_ && Chance(0.3) && leader_->RankCapacity().has_value()) return SubmitPackNext();
   const Leader::Ticket ticket = SubmitAlone(DrawRequest(last, /*for_pack=*/false));
   if (Chance(0.6)) GiveTurn(ticket);
@@ -47,10 +52,8 @@ PoolSimulation::DrawnRequest PoolSimulation::DrawRequest(bool last, bool for_pac
   request.tokens = DrawPrompt(for_pack ? kShortLengths : kAllLengths);
   request.poisonous = !last && !healed_ && Chance(quiet_ ? 0.25 : 0.1);
   if (request.poisonous) request.tokens[Draw(0, static_cast<int>(request.tokens.size()) - 1)] = kPoison;
-  if (request.poisonous) last_fault_end_ = std::max(last_fault_end_, now_);
   request.calm = last;
-  request.losses = leader_->counters().losses;
-  request.submitted_at = now_;
+  NoteSubmitted(request);
   Note(absl::StrCat("submit ", request.tokens.size(), " tokens", request.poisonous ? ", poisonous" : "",
                     last ? ", the last" : ""));
   PrefillOptions options;
@@ -62,12 +65,18 @@ PoolSimulation::DrawnRequest PoolSimulation::DrawRequest(bool last, bool for_pac
     options.block_names = std::make_shared<const KvBlockNames>(KvBlockNames{
         .tenant = request.cache_tenant, .block_tokens = kBlockTokens, .hashes = hasher.hashes()});
   }
-  if (!last && !for_pack && side_by_side_ && Chance(0.7)) {
+  if (!queued_ && !last && !for_pack && side_by_side_ && Chance(0.7)) {
     options.submeshes = request.submeshes = Draw(1, 2) * 2;
   }
-  if (!last && Chance(0.95)) options.kv_lease = AdmitKv(std::ssize(request.tokens));
+  if (!queued_ && !last && Chance(0.95)) options.kv_lease = AdmitKv(std::ssize(request.tokens));
   request.lease = options.kv_lease;
   return {.client = std::move(request), .options = std::move(options)};
+}
+
+void PoolSimulation::NoteSubmitted(ClientRequest& request) {
+  if (request.poisonous) last_fault_end_ = std::max(last_fault_end_, now_);
+  request.losses = leader_->counters().losses;
+  request.submitted_at = now_;
 }
 
 Leader::Ticket PoolSimulation::SubmitAlone(DrawnRequest drawn) {
@@ -76,24 +85,28 @@ Leader::Ticket PoolSimulation::SubmitAlone(DrawnRequest drawn) {
       leader_->Submit({.id = "r", .tokens = request.tokens, .options = drawn.options}, now_);
   if (leader_->CrowdedOut(ticket)) ++census_.crowded_out;
   requests_.emplace(ticket, std::move(request));  // its tokens stay where they are
+  if (queued_) queue_->Attach(ticket);
   DoLeaderActions();
   return ticket;
 }
 
 void PoolSimulation::CancelAfter(absl::Duration delay, Leader::Ticket ticket) {
   After(delay, -1, [this, ticket, incarnation = leader_incarnation_] {
-    if (leader_ == nullptr || incarnation != leader_incarnation_) return;
-    const bool lives = requests_.contains(ticket);
-    if (lives) requests_.at(ticket).cancelled = true;
-    if (const RunId run = leader_->run_of(ticket); run != 0) {
-      Note(absl::StrCat("the client of run ", run, " goes"));
-      runs_told_.at(run).left = true;
-    }
-    leader_->CancelRequest(ticket, absl::CancelledError("client"), now_);
-    const bool was_last = lives && requests_.size() == 1;
-    DoLeaderActions();
-    if (was_last) CheckNothingRuns();
+    if (leader_ != nullptr && incarnation == leader_incarnation_) CancelAtLeader(ticket);
   });
+}
+
+void PoolSimulation::CancelAtLeader(Leader::Ticket ticket) {
+  const bool lives = requests_.contains(ticket);
+  if (lives) requests_.at(ticket).cancelled = true;
+  if (const RunId run = leader_->run_of(ticket); run != 0) {
+    Note(absl::StrCat("the client of run ", run, " goes"));
+    runs_told_.at(run).left = true;
+  }
+  leader_->CancelRequest(ticket, absl::CancelledError("client"), now_);
+  const bool was_last = lives && requests_.size() == 1;
+  DoLeaderActions();
+  if (was_last) CheckNothingRuns();
 }
 
 std::string PoolSimulation::Missing() {
@@ -184,10 +197,15 @@ void PoolSimulation::OnAnswer(const Leader::Answer& answer) {
   auto entry = requests_.extract(answer.ticket);
   if (refuses_pack_ && entry.empty() && !answer.result.ok() && refused_.insert(answer.ticket).second) return;
   if (entry.empty()) return Fail("an answer to nobody, or a second one");
+  if (queued_ && queue_->Takes(answer)) return;
   ++census_.answers;
   const ClientRequest request = std::move(entry.mapped());
-  After(absl::ZeroDuration(), -1,
-        [this, lease = request.lease, done = answer.result.ok()] { OnPrefillEnded(lease, done); });
+  if (queued_) {
+    queue_->OnAnswer(answer.ticket, answer.result.status());
+  } else {
+    After(absl::ZeroDuration(), -1,
+          [this, lease = request.lease, done = answer.result.ok()] { OnPrefillEnded(lease, done); });
+  }
   if (answer.result.ok()) {
     ++census_.results;
     const Leader::Result& result = *answer.result;
@@ -258,7 +276,7 @@ void PoolSimulation::OnAnswer(const Leader::Answer& answer) {
     if (!known) Fail(absl::StrCat("an error that nothing explains: ", answer.result.status().ToString()));
     if (request.calm) Fail(absl::StrCat("an error in a healthy pool: ", answer.result.status().ToString()));
   }
-  if (answer.ticket == turn_ || turn_ == 0) After(DrawMs(0, 20), -1, [this] { GiveTurn(0); });
+  if (!queued_ && (answer.ticket == turn_ || turn_ == 0)) After(DrawMs(0, 20), -1, [this] { GiveTurn(0); });
   if (!request.calm) return;
   census_.losses += static_cast<int>(leader_->counters().losses);
   census_.retries += static_cast<int>(leader_->counters().retries);

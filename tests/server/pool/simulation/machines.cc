@@ -47,6 +47,7 @@ void PoolSimulation::StartLeader() {
   if (Chance(0.2)) options.kv_cache = false;
   leader_ = std::make_unique<Leader>(options, RememberedPlan);
   leader_->LeaveToShort(short_rank_bytes_);
+  if (queued_) queue_ = std::make_unique<StoryQueue>(*this, queue_clients_.DrawLimits(), runs_at_once_);
   runs_told_.clear();
   Note("leader starts");
   After(DrawMs(0, 250), -1, [this, incarnation = leader_incarnation_] { TickLeader(incarnation); });
@@ -56,12 +57,14 @@ void PoolSimulation::CrashLeader() {
   if (leader_ == nullptr) return;
   Note("leader crashes");
   leader_.reset();
+  queue_.reset();
   for (auto& [id, link] : links_) {
     if (link.open_at_leader) CutLink(id, false, Chance(0.8));
   }
   for (auto& [name, lease] : leases_) lease.ended = true;  // the next leader knows of none
-  census_.answers += static_cast<int>(requests_.size());   // clients see their connections break
-  census_.errors += static_cast<int>(requests_.size());
+  const int gone = queued_ ? queue_clients_.OnLeaderGone() : static_cast<int>(requests_.size());
+  census_.answers += gone;  // clients see their connections break
+  census_.errors += gone;
   requests_.clear();
   turn_ = 0;
   After(DrawMs(100, 2000), -1, [this] { StartLeader(); });
@@ -149,6 +152,7 @@ void PoolSimulation::TickLeader(int incarnation) {
   CheckHungRanksAreLost();
   CheckNobodyWaitsInVain();
   CheckUnwantedPasses();
+  queue_clients_.CheckPatience();
   After(kTick, -1, [this, incarnation] { TickLeader(incarnation); });
 }
 
@@ -209,6 +213,8 @@ void PoolSimulation::DoLeaderActions() {
       CloseAtLeader(close->connection);
     } else if (auto* answer = std::get_if<Leader::Answer>(&action)) {
       OnAnswer(*answer);
+    } else if (auto* done = std::get_if<Leader::LayersDone>(&action)) {
+      if (queued_) queue_->OnLayersDone(*done);
     } else if (auto* line = std::get_if<Leader::LogLine>(&action)) {
       Note(absl::StrCat("leader: ", line->text));
     }

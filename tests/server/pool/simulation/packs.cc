@@ -15,6 +15,7 @@ namespace meshfill {
 bool PoolSimulation::StandsStill(const RunTold& run) { return run.paused_since < absl::InfiniteFuture(); }
 
 int PoolSimulation::LiveOfClients() const {
+  if (queued_) return queue_clients_.count();
   std::set<Leader::Ticket> packs;
   return static_cast<int>(std::count_if(requests_.begin(), requests_.end(), [&](const auto& entry) {
     return entry.second.pack == 0 || packs.insert(entry.second.pack).second;
@@ -31,12 +32,27 @@ void PoolSimulation::SubmitPackNext() {
   }
   std::vector<DrawnRequest> drawn;
   std::vector<Leader::PackedRequest> packed;
-  std::map<int, double> tokens_of_rank;
   for (int i = Draw(2, 5); i > 0; --i) {
     drawn.push_back(DrawRequest(/*last=*/false, /*for_pack=*/true));
     const int place = places[static_cast<size_t>(Draw(0, static_cast<int>(places.size()) - 1))];
-    tokens_of_rank[place] += static_cast<double>(drawn.back().client.tokens.size());
     packed.push_back({.request = {.id = "p", .tokens = {}, .options = drawn.back().options}, .rank = place});
+  }
+  const double seconds = Draw(1, 300) / 1000.0;
+  const std::vector<Leader::Ticket> tickets = BeginPack(drawn, std::move(packed), seconds);
+  SubmitAgainAfter(DrawMs(1, 600));
+  if (tickets.empty()) return OnPackRefused(std::move(drawn));
+  if (Chance(0.6)) GiveTurn(tickets[static_cast<size_t>(Draw(0, static_cast<int>(tickets.size()) - 1))]);
+  for (const Leader::Ticket ticket : tickets) {
+    if (requests_.contains(ticket) && Chance(0.25)) CancelAfter(DrawMs(0, 500), ticket);
+  }
+}
+
+std::vector<Leader::Ticket> PoolSimulation::BeginPack(std::vector<DrawnRequest>& drawn,
+                                                      std::vector<Leader::PackedRequest> packed,
+                                                      double seconds) {
+  std::map<int, double> tokens_of_rank;
+  for (size_t i = 0; i < drawn.size(); ++i) {
+    tokens_of_rank[packed[i].rank] += static_cast<double>(drawn[i].client.tokens.size());
   }
   for (size_t i = 0; i < drawn.size(); ++i) {
     ClientRequest& client = drawn[i].client;
@@ -47,27 +63,26 @@ void PoolSimulation::SubmitPackNext() {
   }
   const auto kv_before = leader_->kv_by_worker();
   const uint64_t last_run = runs_told_.empty() ? 0 : runs_told_.rbegin()->first;
-  const std::vector<Leader::Ticket> tickets = leader_->SubmitPack(packed, Draw(1, 300) / 1000.0, now_);
-  SubmitAgainAfter(DrawMs(1, 600));
-  if (tickets.empty()) return OnPackRefused(std::move(drawn), last_run, kv_before);
-  if (tickets.size() != drawn.size()) return Fail("a pack without one of its prompts");
+  std::vector<Leader::Ticket> tickets = leader_->SubmitPack(packed, seconds, now_);
+  if (tickets.empty()) {
+    CheckPackLeftNothing(last_run, kv_before);
+    return tickets;
+  }
+  if (tickets.size() != drawn.size()) Fail("a pack without one of its prompts");
   ++census_.packs;
   census_.in_packs += static_cast<int>(drawn.size());
-  for (size_t i = 0; i < drawn.size(); ++i) {
+  for (size_t i = 0; i < tickets.size(); ++i) {
     drawn[i].client.pack = tickets.front();
     requests_.emplace(tickets[i], std::move(drawn[i].client));  // its tokens stay where they are
+    if (queued_) queue_->Attach(tickets[i]);
   }
   DoLeaderActions();
   CheckPackPlaces(tickets, packed);
-  if (Chance(0.6)) GiveTurn(tickets[static_cast<size_t>(Draw(0, static_cast<int>(tickets.size()) - 1))]);
-  for (const Leader::Ticket ticket : tickets) {
-    if (requests_.contains(ticket) && Chance(0.25)) CancelAfter(DrawMs(0, 500), ticket);
-  }
+  return tickets;
 }
 
-// Nothing of it is left. Then its clients submit them by themselves, as many as may live, or give up.
-void PoolSimulation::OnPackRefused(std::vector<DrawnRequest> drawn, uint64_t last_run,
-                                   const std::map<std::string, KvDirectory::WorkerKv>& kv_before) {
+void PoolSimulation::CheckPackLeftNothing(uint64_t last_run,
+                                          const std::map<std::string, KvDirectory::WorkerKv>& kv_before) {
   ++census_.packs_refused;
   refuses_pack_ = true;
   DoLeaderActions();
@@ -79,6 +94,10 @@ void PoolSimulation::OnPackRefused(std::vector<DrawnRequest> drawn, uint64_t las
   for (const auto& [name, kv] : leader_->kv_by_worker()) {
     if (kv.bytes > kv_before.at(name).bytes) Fail("a pack that has no room leaves K and V");
   }
+}
+
+// Its clients submit them by themselves, as many as may live, or give up.
+void PoolSimulation::OnPackRefused(std::vector<DrawnRequest> drawn) {
   const bool alone = Chance(0.7);
   for (DrawnRequest& each : drawn) {
     if (alone && LiveOfClients() < most_requests_) {

@@ -42,12 +42,14 @@ std::string PoolSimulation::Run() {
   std::mt19937_64 apart(~seed_);
   packs_ = messages_mix_ && std::bernoulli_distribution(0.5)(apart);
   if (std::bernoulli_distribution(0.5)(apart)) short_rank_bytes_ = RankBytes() / 8;
+  queued_ = std::bernoulli_distribution(0.5)(apart);
+  if (queued_) most_requests_ = Draw(3, 10);
   StartLeader();
   for (size_t i = 0; i < nodes_.size(); ++i) {
     After(DrawMs(0, 300), -1, [this, i] { StartNode(static_cast<int>(i)); });
   }
   SubmitAgainAfter(DrawMs(200, 1000));
-  ChangeTurns();
+  if (!queued_) ChangeTurns();
   if (!quiet_) After(DrawMs(0, 500), -1, [this] { Chaos(); });
   At(chaos_ends_, -1, [this] { Heal(); });
 
@@ -99,6 +101,8 @@ absl::Duration PoolSimulation::Latency() {
 
 void PoolSimulation::CheckEnd() {
   if (!leader_->idle()) Fail("the leader is busy with nothing");
+  if (queued_) queue_->CheckEmpty();
+  if (queue_clients_.count() > 0) Fail("clients have not ended at the end");
   const KvStore::Counts kept = leader_->kv_counts();
   if (kept.leases != 0 || kept.bytes != kept.cached_bytes) Fail("the leader has leases at the end");
   census_.evictions += static_cast<int>(kept.evictions);

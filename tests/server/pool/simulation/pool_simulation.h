@@ -41,6 +41,9 @@
 // pool. Those on one rank begin, stand still and end together there, or fail together and run again by
 // themselves. Each has its own result. Who loses its client computes on while another of the pass is wanted.
 //
+// Whose turn it is: drawn at random in half of the stories. In the others the server's own queue says it
+// (queue.h), and who enters, and which sub-mesh or pack a prompt gets.
+//
 // What the ranks measure: the links of a virtual network, told by their virtual speed, and nonsense by ranks
 // that fail. Half of the leaders are given the links instead.
 #ifndef MESHFILL_TESTS_SERVER_POOL_SIMULATION_POOL_SIMULATION_H_
@@ -62,6 +65,8 @@
 #include "server/pool/worker/worker_machine.h"
 #include "tests/server/pool/simulation/census.h"
 #include "tests/server/pool/simulation/machines.h"
+#include "tests/server/pool/simulation/queue.h"
+#include "tests/server/pool/simulation/queue_clients.h"
 #include "tests/server/pool/simulation/requests.h"
 
 namespace meshfill {
@@ -78,6 +83,9 @@ class PoolSimulation {
   const Census& census() const { return census_; }
 
  private:
+  friend class QueueClients;
+  friend class QueueWatch;
+  friend class StoryQueue;
   static constexpr int kLayers = 3;
   static constexpr int kOperations = 2 * kLayers;  // of a rank in a run
   static constexpr int kVocab = 4;
@@ -200,9 +208,12 @@ class PoolSimulation {
 
   // ---- Packs, as their clients and their workers see them: packs.cc.
   void SubmitPackNext();
+  // As many as are drawn, and their packs' places. Empty: there was no room, and nothing of it is left.
+  std::vector<Leader::Ticket> BeginPack(std::vector<DrawnRequest>& drawn,
+                                        std::vector<Leader::PackedRequest> packed, double seconds);
   // The last run before it, and K and V then.
-  void OnPackRefused(std::vector<DrawnRequest> drawn, uint64_t last_run,
-                     const std::map<std::string, KvDirectory::WorkerKv>& kv_before);
+  void CheckPackLeftNothing(uint64_t last_run, const std::map<std::string, KvDirectory::WorkerKv>& kv_before);
+  void OnPackRefused(std::vector<DrawnRequest> drawn);
   int LiveOfClients() const;  // requests, a pack as one
   void CheckPackPlaces(const std::vector<Leader::Ticket>& tickets,
                        const std::vector<Leader::PackedRequest>& packed);
@@ -233,7 +244,9 @@ class PoolSimulation {
   void SubmitNext();
   DrawnRequest DrawRequest(bool last, bool for_pack);
   Leader::Ticket SubmitAlone(DrawnRequest drawn);
+  void NoteSubmitted(ClientRequest& request);
   void CancelAfter(absl::Duration delay, Leader::Ticket ticket);
+  void CancelAtLeader(Leader::Ticket ticket);
   void SubmitAgainAfter(absl::Duration delay) {
     After(delay, -1, [this] { SubmitNext(); });
   }
@@ -293,8 +306,11 @@ class PoolSimulation {
   int64_t weight_bytes_ = 0;                             // that workers may share; 0: they may not
   int64_t short_rank_bytes_ = 0;                         // of each rank that long runs leave to short ones
   bool side_by_side_ = false;                            // requests may take sub-meshes
-  bool sticky_ = false;                                  // turns change only when somebody comes or goes
-  uint64_t poison_deaths_ = 0;                           // of workers
+  std::unique_ptr<StoryQueue> queue_;                    // null: turns are drawn, or the leader is dead
+  QueueClients queue_clients_{*this};
+  bool queued_ = false;         // turns are the queue's
+  bool sticky_ = false;         // turns change only when somebody comes or goes
+  uint64_t poison_deaths_ = 0;  // of workers
   std::map<std::string, KvClient> leases_;
   int requests_left_ = 0;
   absl::Time chaos_ends_;

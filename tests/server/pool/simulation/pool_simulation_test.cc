@@ -88,6 +88,16 @@ TEST(PoolSimulationTest, EveryRequestHasOneRightAnswerWhateverFails) {
   EXPECT_GT(total.packs_refused, share / 4);
   EXPECT_GT(total.left_in_packs, share / 4);
   EXPECT_GT(total.packs_again, share / 4);
+  EXPECT_GT(total.entered, 40 * share);
+  EXPECT_GT(total.entered_again, 5 * share);
+  EXPECT_GT(total.places_lost, share / 2);
+  EXPECT_GT(total.slow_places_lost, share / 2);
+  EXPECT_GT(total.put_back, 3 * share);
+  EXPECT_GT(total.preempted, 40 * share);
+  EXPECT_GT(total.packs_by_turn, share / 4);
+  EXPECT_GT(total.submeshes_by_turn, share);
+  EXPECT_GT(total.aged, 5 * share);
+  EXPECT_GT(total.elders_gave_way, 20 * share);
 }
 
 TEST(PoolSimulationTest, ASeedReplays) {
