@@ -172,8 +172,10 @@ void QueueClients::OnEnd(uint64_t id, const absl::Status& status) {
   if (absl::IsDeadlineExceeded(status) && story_.now_ < client.run.deadline) {
     story_.Fail("a deadline has passed that has not");
   }
-  const bool good =
-      status.ok() || client.gone || client.drawn.client.poisonous || absl::IsDeadlineExceeded(status);
+  // Too few workers had come by then for a prompt in pieces.
+  const bool too_small = story_.small_ && absl::IsFailedPrecondition(status);
+  const bool good = status.ok() || client.gone || client.drawn.client.poisonous || too_small ||
+                    absl::IsDeadlineExceeded(status);
   if (!good && IsCalm(client)) {
     story_.Fail(absl::StrCat("a request has no result, and nothing has failed: ", status.ToString()));
   }

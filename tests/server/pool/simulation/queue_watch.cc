@@ -1,7 +1,9 @@
 #include "tests/server/pool/simulation/queue_watch.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
+#include <map>
 #include <optional>
 #include <set>
 #include <string>
@@ -30,7 +32,8 @@ absl::Time QueueWatch::now() const { return queue_.now(); }
 // ---- Whose turn it is.
 
 absl::Duration QueueWatch::Stood(const Job& job, absl::Time at) const {
-  return at - job.complete_at - absl::Seconds(queue_.order_.ComputedSeconds(job.ticket, at));
+  const absl::Duration since = queue_.Computes(job.ticket) ? at - last_ : absl::ZeroDuration();
+  return at - job.complete_at - job.computed - since;
 }
 
 bool QueueWatch::IsAged(const Job& job, absl::Time at) const {
@@ -70,6 +73,7 @@ void QueueWatch::Advance() {
       }
     }
   }
+  for (const RunOrder::Ticket ticket : queue_.computing_) queue_.jobs_.at(ticket).computed += passed;
   last_ = now();
 }
 
@@ -119,6 +123,7 @@ void QueueWatch::CheckTurns() {
   }
   if (submeshes == 1 && groups.size() > 1) Fail("two have all devices at once");
   if (static_cast<int>(computing.size()) > submeshes && submeshes > 1) Fail("more turns than sub-meshes");
+  CheckSubmeshes();
   const Job* const elder = Elder();
   has_elder_ = elder != nullptr;
   const bool aged = std::any_of(queue_.jobs_.begin(), queue_.jobs_.end(), [&](const auto& each) {
@@ -143,6 +148,20 @@ void QueueWatch::CheckTurns() {
   }
 }
 
+// What began just now is placed later.
+void QueueWatch::CheckSubmeshes() {
+  const PoolSimulation& story = queue_.story_;
+  std::set<std::map<int, int>> taken;
+  for (const RunOrder::Ticket ticket : queue_.computing_) {
+    const Job& job = queue_.jobs_.at(ticket);
+    if (!job.prefill || queue_.order_.submeshes(ticket) == 1) continue;
+    const auto run = story.runs_told_.find(story.leader_->run_of(job.at_leader));
+    if (run != story.runs_told_.end() && !taken.insert(run->second.nodes).second) {
+      Fail("two have the turn on one sub-mesh");
+    }
+  }
+}
+
 // ---- Who is there.
 
 void QueueWatch::Check() {
@@ -161,6 +180,8 @@ void QueueWatch::CheckStates() {
                        : job.complete ? RunOrder::State::kWaiting
                                       : RunOrder::State::kUploading;
     if (queue_.order_.state(ticket) != state) Fail("a request is not in the state that the order has it in");
+    const double unlike = absl::ToDoubleSeconds(job.computed) - queue_.order_.ComputedSeconds(ticket, now());
+    if (std::abs(unlike) > 1e-6) Fail("the order has counted other turns of a request");
     if (queue_.room_.ClaimOf(ticket) != ClaimOf(job)) Fail("a request claims other tokens than it should");
     if (job.begun) {
       groups.insert(job.group);

@@ -2,15 +2,16 @@
 // the headers of server/queue promise alone, and fails the story where RunOrder or QueueRoom says otherwise.
 //
 // Who is there: RunOrder, QueueRoom, the queue and the leader have the same requests in the same states, and
-// the leader lets those go on whose turn it is. At the end nothing is left in any of them.
+// the leader lets those go on whose turn it is. RunOrder counts their turns. At the end nothing is left.
 //
 // Who enters: one for which there is room in the queue's and in its tenant's bounds. Nobody is refused where
 // there is. Who loses a place is slow, or the newest of the lowest class of its tenant. Where all tenants
 // have the same weight, one that has nothing here is not kept out by another that has several places.
 //
-// Whose turn it is: somebody's, wherever one may compute. A request that has stood for max_age is aged. While
-// an aged one may begin or lives, the oldest of these has the turn, or one whose rest is no longer than what
-// that one has computed. So an aged request, while it stands still, has this bound:
+// Whose turn it is: somebody's, wherever one may compute, and nobody's beside another on the very same
+// workers. A request that has stood for max_age is aged. While an aged one may begin or lives, the oldest of
+// these has the turn, or one whose rest is no longer than what that one has computed. So an aged request,
+// while it stands still, has this bound:
 //
 //     turns of those that    ≤   turns of the others, whole   +   slack
 //     came after it, began           those that came before it,
@@ -64,6 +65,7 @@ struct QueueJob {
   bool in_pack = false;                  // its turn is that of a pack
   uint64_t group = 0;                    // whose thread has it
   uint64_t choice = 0;                   // in which it began
+  absl::Duration computed;               // had the turn
   absl::Time aged_at = absl::InfiniteFuture();
   absl::Duration others_first, after_others;  // since it is aged: its bound's two sides
 };
@@ -101,6 +103,7 @@ class QueueWatch {
   bool GoesBefore(const Job& other, const Job& aged) const;
   const Job* Elder() const;
   absl::Duration MostComputed(absl::Time at) const;  // of those that live, by one
+  void CheckSubmeshes();
   void CheckStates();
   void CheckLeader();
   void CheckPredictions();
