@@ -175,12 +175,4 @@ int64_t KvPrefixCache::EvictableBytes() const {
   return sum;
 }
 
-std::vector<const KvRunSlabs*> KvPrefixCache::EvictableRuns() const {
-  std::vector<const KvRunSlabs*> runs;
-  for (const auto& [run, held] : held_) {
-    if (!held.by_others()) runs.push_back(run);
-  }
-  return runs;
-}
-
 }  // namespace meshfill

@@ -53,7 +53,6 @@ class KvPrefixCache {
 
   int64_t bytes() const { return bytes_; }  // that the entries hold; K and V in several entries count once
   int64_t EvictableBytes() const;           // bytes that would be free if all entries went
-  std::vector<const KvRunSlabs*> EvictableRuns() const;  // runs whose bytes EvictableBytes counts
 
  private:
   struct Piece {

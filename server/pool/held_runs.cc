@@ -45,22 +45,19 @@ int64_t HeldRuns::ChargedTo(Connection worker) const {
   return found == charged_.end() ? 0 : found->second;
 }
 
-std::map<HeldRuns::Connection, int64_t> HeldRuns::EvictableBytes() const {
-  std::map<Connection, int64_t> evictable;
-  for (const KvRunSlabs* run : cache_.EvictableRuns()) {
-    for (const auto& [worker, bytes] : records_.at(run).bytes) evictable[worker] += bytes;
-  }
-  return evictable;
+int64_t HeldRuns::IdleOn(Connection worker) const {
+  const auto found = idle_.find(worker);
+  return found == idle_.end() ? 0 : found->second;
 }
 
 int64_t HeldRuns::Room(const Membership::Worker& worker) const {
-  return Offered(worker) - ChargedTo(worker.connection) + EvictableBytes()[worker.connection];
+  return Offered(worker) - ChargedTo(worker.connection) + IdleOn(worker.connection);
 }
 
 int64_t HeldRuns::charged(const Membership::Worker& worker) const {
   const int64_t all = ChargedTo(worker.connection);
   const int64_t beyond = std::max<int64_t>(0, all - Offered(worker));
-  return all - std::min(beyond, EvictableBytes()[worker.connection]);
+  return all - std::min(beyond, IdleOn(worker.connection));
 }
 
 absl::Status HeldRuns::CheckRoom(const std::vector<Holder>& holders, const Workers& workers) const {
@@ -94,8 +91,9 @@ void HeldRuns::MakeRoom(const Workers& workers) {
 
 std::shared_ptr<const KvRunSlabs> HeldRuns::Hold(uint64_t run, const TokenLayout& layout,
                                                  const std::vector<Holder>& holders) {
-  Record record = {
-      .run = run, .kept = false, .worker_of_rank = std::vector<Connection>(layout.ranks()), .bytes = {}};
+  Record record;
+  record.run = run;
+  record.worker_of_rank.resize(layout.ranks());
   int64_t bytes = 0;
   for (const Holder& holder : holders) {
     for (const int rank : holder.ranks) record.worker_of_rank[rank] = holder.worker;
@@ -106,18 +104,47 @@ std::shared_ptr<const KvRunSlabs> HeldRuns::Hold(uint64_t run, const TokenLayout
   sum_->Add(bytes);
   auto slabs = std::make_unique<KvRunSlabs>(
       KvRunSlabs{.layout = layout, .slabs = {}, .charges = {std::make_shared<KvCharge>(sum_, bytes)}});
-  records_.emplace(slabs.get(), std::move(record));
+  Record& known = records_.emplace(slabs.get(), std::move(record)).first->second;
   ++version_;
-  return {slabs.release(), [this](const KvRunSlabs* gone) {
-            LetGo(gone);
-            delete gone;
-          }};
+  const std::shared_ptr<const KvRunSlabs> held = {slabs.release(), [this](const KvRunSlabs* gone) {
+                                                    LetGo(gone);
+                                                    delete gone;
+                                                  }};
+  known.held = held;
+  return Use(held);
+}
+
+std::shared_ptr<const KvRunSlabs> HeldRuns::Use(const std::shared_ptr<const KvRunSlabs>& held) {
+  Record& record = records_.at(held.get());
+  if (auto in_use = record.in_use.lock()) return in_use;
+  SetIdle(*held, false);
+  // The record's weak_ptr keeps the deleter, so that it lets go of its own by itself.
+  const std::shared_ptr<const KvRunSlabs> in_use = {held.get(),
+                                                    [this, own = held](const KvRunSlabs* run) mutable {
+                                                      SetIdle(*run, true);
+                                                      own.reset();
+                                                    }};
+  record.in_use = in_use;
+  return in_use;
+}
+
+void HeldRuns::SetIdle(const KvRunSlabs& run, bool idle) {
+  Record& record = records_.at(&run);
+  if (std::exchange(record.idle, idle) == idle) return;
+  for (const auto& [worker, bytes] : record.bytes) idle_[worker] += idle ? bytes : -bytes;
+}
+
+KvSlabs HeldRuns::Find(const KvBlockNames& names) {
+  KvSlabs found = cache_.Find(names);
+  for (KvPiece& piece : found.pieces) piece.run = Use(piece.run);
+  return found;
 }
 
 void HeldRuns::LetGo(const KvRunSlabs* run) {
   const Record record = std::move(records_.extract(run).mapped());
   for (const auto& [worker, bytes] : record.bytes) {
     if ((charged_[worker] -= bytes) == 0) charged_.erase(worker);
+    if (record.idle) idle_[worker] -= bytes;
     if (record.kept) actions_.AddMessage(worker, /*epoch=*/0).mutable_kv_run_ends()->set_run(record.run);
   }
   ++version_;
@@ -182,13 +209,16 @@ void HeldRuns::Enter(const KvBlockNames& names, const KvSlabs& slabs, const Work
     }
     cache_.EraseIf([&](const KvRunSlabs& run) { return others.contains(&run); });
   }
-  cache_.Enter(names, slabs);
+  KvSlabs held = slabs;
+  for (KvPiece& piece : held.pieces) piece.run = records_.at(piece.run.get()).held.lock();
+  cache_.Enter(names, held);
   ++version_;
 }
 
 void HeldRuns::OnWorkerLost(Connection worker) {
   for (auto& [run, record] : records_) record.bytes.erase(worker);
   charged_.erase(worker);
+  idle_.erase(worker);
   ++version_;
 }
 

@@ -8,6 +8,10 @@
 //     Hold ──► charged ──OnKept──► its workers keep it ──nobody holds it──► free, KvRunEnds
 //                 └─────────nobody holds it: the run was stopped───────────► free
 //
+// Two kinds of shared_ptr hold a run: the cache has its own, and Hold and Find give out another, in use. The
+// last of those in use that goes leaves the run idle: its bytes are what the cache can give up. So each
+// worker's sums are kept as runs come and go, and no question walks the cache.
+//
 // Invariants: no worker is charged more than it offered, but for what the cache gives up in MakeRoom; the
 // cache has only what a run over the present workers could follow, each rank's tokens where the rank would
 // be.
@@ -65,7 +69,8 @@ class HeldRuns {
   void OnKept(const KvRunSlabs& run) { records_.at(&run).kept = true; }
 
   // What the cache has of a prompt. Find counts as a use.
-  KvSlabs Find(const KvBlockNames& names) { return cache_.Find(names); }
+  KvSlabs Find(const KvBlockNames& names);
+  // As Find, for a look alone: whoever has the result does not keep the cache from giving it up.
   KvSlabs Look(const KvBlockNames& names) const { return cache_.Look(names); }
   // Those of `workers` that have a run's K and V: whom another must take to follow it.
   Workers HoldersAmong(const KvRunSlabs& run, const Workers& workers) const;
@@ -95,19 +100,26 @@ class HeldRuns {
     uint64_t run = 0;
     bool kept = false;
     std::vector<Connection> worker_of_rank;
-    std::map<Connection, int64_t> bytes;  // by worker; without those that are lost
+    std::map<Connection, int64_t> bytes;     // by worker; without those that are lost
+    std::weak_ptr<const KvRunSlabs> held;    // as the cache holds it
+    std::weak_ptr<const KvRunSlabs> in_use;  // as the others do
+    bool idle = false;                       // nobody but the cache holds it
   };
 
+  // The run in use; idle again as the last one that has this lets go.
+  std::shared_ptr<const KvRunSlabs> Use(const std::shared_ptr<const KvRunSlabs>& held);
+  void SetIdle(const KvRunSlabs& run, bool idle);
   void LetGo(const KvRunSlabs* run);
   // A placement of the run's ranks on the same workers; nothing: there is none.
   std::optional<Placement> PlacementOf(const KvRunSlabs& run, const Workers& workers) const;
-  std::map<Connection, int64_t> EvictableBytes() const;  // by worker
-  int64_t ChargedTo(Connection worker) const;            // all of it
+  int64_t ChargedTo(Connection worker) const;  // all of it
+  int64_t IdleOn(Connection worker) const;     // what the cache can give up of it
 
   const KvShape shape_;
   LeaderActions& actions_;
   const std::shared_ptr<KvBytes> sum_ = std::make_shared<KvBytes>();
   std::map<Connection, int64_t> charged_;  // bytes, by worker
+  std::map<Connection, int64_t> idle_;     // bytes of idle runs, by worker
   std::map<const KvRunSlabs*, Record> records_;
   uint64_t evictions_ = 0;
   uint64_t evicted_bytes_ = 0;

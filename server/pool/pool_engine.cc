@@ -319,6 +319,7 @@ void PoolEngine::OnDisconnected(ControlService::Connection connection) {
 }
 
 void PoolEngine::Tick() {
+  absl::Time publish = absl::InfinitePast();
   MutexLock lock(mu_);
   absl::Time last = MonotonicNow();
   while (!quit_) {
@@ -327,6 +328,10 @@ void PoolEngine::Tick() {
     last = now;
     leader_.OnTick(now);
     DoActions();
+    if (now >= publish) {  // each event wakes this thread
+      PublishKv();
+      publish = now + kTick;
+    }
     changed_.WaitFor(mu_, kTick);
   }
 }
@@ -349,7 +354,6 @@ void PoolEngine::DoActions() {
   if (control_ == nullptr) return;  // they wait until it is there
   if (const uint64_t version = leader_.kv().version(); std::exchange(kv_version_, version) != version) {
     kv_leases_.OnChanged();
-    PublishKv();
   }
   const std::pair members(leader_.counters().joins, leader_.workers_to_stay());
   if (std::exchange(rooms_of_, members) != members) {
@@ -366,6 +370,8 @@ void PoolEngine::DoActions() {
 }
 
 void PoolEngine::PublishKv() {
+  const uint64_t version = leader_.kv().version();
+  if (std::exchange(published_kv_version_, version) == version) return;
   std::map<std::string, KvLoad> load;
   for (const auto& [name, kv] : leader_.kv_by_worker()) {
     load[name] = {.leases = kv.leases, .bytes = kv.bytes, .max_bytes = kv.max_bytes};

@@ -87,6 +87,8 @@ class PoolEngine final : public PrefillEngine, private ControlService::Listener 
   void Do(Leader::LayersDone& done) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void Do(Leader::LogLine& line) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void Learn(const Prediction& predicted, const MeasuredSeconds& measured) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // What the directory has, if it has changed. Its cost grows with the leases: once in a tick, not at each
+  // event.
   void PublishKv() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void PublishMetrics() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   absl::Status Check(const PrefillRequest& request) const;
@@ -116,7 +118,9 @@ class PoolEngine final : public PrefillEngine, private ControlService::Listener 
   std::pair<uint64_t, int> rooms_of_ ABSL_GUARDED_BY(mu_) = {0, 0};
   uint64_t last_pack_ ABSL_GUARDED_BY(mu_) = 0;         // of runs_
   bool speeds_forgotten_ ABSL_GUARDED_BY(mu_) = false;  // since they are wrong
-  uint64_t kv_version_ ABSL_GUARDED_BY(mu_) = 0;  // the directory's version when observers were told last
+  // The directory's version when observers were told last, and when its metrics were published.
+  uint64_t kv_version_ ABSL_GUARDED_BY(mu_) = 0;
+  uint64_t published_kv_version_ ABSL_GUARDED_BY(mu_) = 0;
   std::map<Leader::Ticket, Run*> runs_ ABSL_GUARDED_BY(mu_);  // live runs; each leaves before its end
   bool quit_ ABSL_GUARDED_BY(mu_) = false;
   std::unique_ptr<ControlService> control_;  // set once, under mu_

@@ -184,6 +184,17 @@ TEST_F(PoolKvTest, LeasesAreRenewedAndLapseAndAreOfTheirTenant) {
   EXPECT_EQ(counts().bytes, counts().cached_bytes);
 }
 
+TEST_F(PoolKvTest, MetricsSayWhatEachWorkerKeeps) {
+  StartPool({1, 1});
+  const auto has = [&](const std::string& line) { return absl::StrContains(metrics_.Text(), line + "\n"); };
+  EXPECT_TRUE(Eventually([&] { return has("meshfill_kv_worker_leases{worker=\"w1\"} 0"); }));
+  const auto result = Prefill(200);
+  ASSERT_TRUE(result.ok()) << result.status();
+  EXPECT_TRUE(Eventually([&] { return has("meshfill_kv_worker_leases{worker=\"w1\"} 1"); }));
+  ASSERT_TRUE(client_->Release(result->kv().lease()).ok());
+  EXPECT_TRUE(Eventually([&] { return has("meshfill_kv_worker_leases{worker=\"w1\"} 0"); }));
+}
+
 TEST_F(PoolKvTest, RefusesWhatAWorkerHasNoRoomFor) {
   // 100 tokens on two ranks: 50 · 3 layers · 2 · 2 heads · 16 · 4 bytes = 38,400 each.
   StartPool({1, 1}, {"kv.memory_bytes=64KiB"});
