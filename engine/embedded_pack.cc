@@ -76,6 +76,10 @@ class EmbeddedPack {
   // The prompt's prefill is gone: nobody tells its observer any more.
   void Leave(size_t i) {
     Stop(i);
+    {
+      const MutexLock lock(mu_);
+      prompts_[i].gone = true;
+    }
     const MutexLock lock(observers_mu_);
     prompts_[i].given.observer = nullptr;
   }
@@ -88,6 +92,17 @@ class EmbeddedPack {
     stop_.Resume();
   }
 
+  bool done(size_t i) const {
+    const MutexLock lock(mu_);
+    return done_ || prompts_[i].stopped;
+  }
+  void WaitForAny() {
+    MutexLock lock(mu_);
+    while (!done_ && std::none_of(prompts_.begin(), prompts_.end(),
+                                  [](const Prompt& prompt) { return prompt.stopped && !prompt.gone; })) {
+      changed_.Wait(mu_);
+    }
+  }
   absl::StatusOr<PrefillResult> Wait(size_t i) {
     Prompt& prompt = prompts_[i];
     MutexLock lock(mu_);
@@ -101,6 +116,7 @@ class EmbeddedPack {
     PackedPrefill given;
     std::vector<uint32_t> ids;  // those that are computed
     bool stopped = false;
+    bool gone = false;  // its prefill is
     absl::StatusOr<PrefillResult> result = absl::UnknownError("");
   };
 
@@ -247,7 +263,7 @@ class EmbeddedPack {
   std::vector<int> ranks_behind_
       ABSL_GUARDED_BY(observers_mu_);  // by layer: with prompts, that have not done it
   std::vector<Prompt> prompts_;
-  Mutex mu_;
+  mutable Mutex mu_;
   CondVar changed_;
   int running_ ABSL_GUARDED_BY(mu_) = 0;  // prompts that have not been stopped
   bool done_ ABSL_GUARDED_BY(mu_) = false;
@@ -264,6 +280,8 @@ class PromptOfPack final : public Prefill {
   ~PromptOfPack() override { pack_->Leave(index_); }
 
   absl::StatusOr<PrefillResult> Wait() override { return pack_->Wait(index_); }
+  bool done() const override { return pack_->done(index_); }
+  void WaitForAny() override { pack_->WaitForAny(); }
   void Stop() override { pack_->Stop(index_); }
   void Pause() override { pack_->Pause(); }
   void Resume() override { pack_->Resume(); }

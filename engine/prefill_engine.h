@@ -124,6 +124,12 @@ class Prefill {
   // Makes Wait return soon. From any thread, at any time, also twice or after the end.
   virtual void Stop() = 0;
 
+  // Of a pack (PrefillEngine::StartPack): whether Wait would return at once.
+  virtual bool done() const { return true; }
+  // Blocks until this one is done, or another of its pack is that has not gone; from one thread at a time, as
+  // Wait of any of them.
+  virtual void WaitForAny() {}
+
   // Lets it stand still, with all it has computed, until Resume or Stop: its result has the same bits. As
   // Stop, from any thread, at any time. Engines with a capacity of 1 need not.
   virtual void Pause() {}
@@ -184,7 +190,8 @@ class PrefillEngine {
   virtual PackShare ShareOfPack(int64_t /*tokens*/, const PrefillOptions& /*options*/) const { return {}; }
   // Begins prompts that share a pass; `observers` by prompt, each as Start's. A prefill for each: they
   // compute and stand still together, which the last call of Pause or Resume of any of them decides, and
-  // count as one that lives. Stop ends that prompt alone: its Wait returns soon, the others compute on.
+  // count as one that lives. Stop ends that prompt alone: its Wait returns soon, the others compute on. Where
+  // ranks end apart, the prompts do: WaitForAny and done tell whose Wait comes first.
   // Errors: Start's, of the first prompt that has one; FAILED_PRECONDITION, too, where they are too much for
   // one pass by now: begin each by itself.
   virtual absl::StatusOr<std::vector<std::unique_ptr<Prefill>>> StartPack(

@@ -78,6 +78,11 @@ void PoolEngine::Run::OnLayersDone(const Leader::LayersDone& done) {
   layers_done_ = done;
 }
 
+bool PoolEngine::Run::answered() const {
+  engine_.mu_.AssertHeld();
+  return answer_.has_value();
+}
+
 uint64_t PoolEngine::Run::pack() const {
   engine_.mu_.AssertHeld();
   return pack_;
@@ -102,7 +107,13 @@ uint64_t PoolEngine::Run::place() const {
 }
 
 absl::StatusOr<PrefillResult> PoolEngine::Run::Wait() {
-  ASSIGN_OR_RETURN(Leader::Result run, WaitForAnswer());
+  TellUntilAnswered(/*any=*/false);
+  absl::StatusOr<Leader::Result> answer = absl::UnknownError("");
+  {
+    const MutexLock lock(engine_.mu_);
+    answer = *std::move(answer_);
+  }
+  ASSIGN_OR_RETURN(Leader::Result run, std::move(answer));
   PrefillResult result{.logits = std::move(run.logits), .top = {}, .plan = std::move(run.plan)};
   result.pieces = run.pieces;
   result.piece_tokens = run.piece_tokens;
@@ -141,17 +152,32 @@ void PoolEngine::Run::AddNews(std::vector<News>& news) {
   told_ = done;
 }
 
-absl::StatusOr<Leader::Result> PoolEngine::Run::WaitForAnswer() {
+std::vector<PoolEngine::Run*> PoolEngine::Run::OfPack() {
+  engine_.mu_.AssertHeld();
+  std::vector<Run*> runs = {this};
+  for (const auto& [ticket, run] : engine_.runs_) {
+    if (run != this && pack_ != 0 && run->pack() == pack_) runs.push_back(run);
+  }
+  return runs;
+}
+
+bool PoolEngine::Run::done() const {
+  const MutexLock lock(engine_.mu_);
+  return answer_.has_value();
+}
+
+void PoolEngine::Run::WaitForAny() { TellUntilAnswered(/*any=*/true); }
+
+void PoolEngine::Run::TellUntilAnswered(bool any) {
   MutexLock lock(engine_.mu_);
   while (true) {
     std::vector<News> news;
-    AddNews(news);
-    if (pack_ != 0) {
-      for (const auto& [ticket, run] : engine_.runs_) {
-        if (run->pack() == pack_) run->AddNews(news);
-      }
+    bool answered = answer_.has_value();
+    for (Run* const run : OfPack()) {
+      run->AddNews(news);
+      answered = answered || (any && run->answered());
     }
-    if (news.empty() && answer_.has_value()) break;
+    if (news.empty() && answered) return;
     if (news.empty()) {
       engine_.changed_.Wait(engine_.mu_);
       continue;
@@ -160,7 +186,6 @@ absl::StatusOr<Leader::Result> PoolEngine::Run::WaitForAnswer() {
     for (const News& each : news) each.listener->Tell(each.done, each.anew);
     lock.Lock();
   }
-  return *std::move(answer_);
 }
 
 }  // namespace meshfill

@@ -1,6 +1,6 @@
 // One request at the leader, as a prefill: what pool_engine.h gives to its callers.
 //
-// Whoever waits for one of a pack tells the observers of all: the queue waits for one after the other.
+// Whoever waits for one of a pack tells the observers of all: the queue waits for all in one thread.
 #ifndef MESHFILL_SERVER_POOL_POOL_RUN_H_
 #define MESHFILL_SERVER_POOL_POOL_RUN_H_
 
@@ -34,6 +34,7 @@ class PoolEngine::Run final : public Prefill {
   // To the leader, by itself. RESOURCE_EXHAUSTED: there is no room beside those that live.
   absl::Status Submit();
   uint64_t pack() const;
+  bool answered() const;
   void OnAnswer(absl::StatusOr<Leader::Result> answer);
   void OnLayersDone(const Leader::LayersDone& done);
 
@@ -43,6 +44,8 @@ class PoolEngine::Run final : public Prefill {
   void Resume() override { SetPaused(false); }
   uint64_t place() const override;
   absl::StatusOr<PrefillResult> Wait() override;
+  bool done() const override;
+  void WaitForAny() override;
 
  private:
   class Listener;
@@ -58,7 +61,9 @@ class PoolEngine::Run final : public Prefill {
   // What a run took that was planned with all links known.
   void Learn(const PrefillResult& result, double pack_share);
   void AddNews(std::vector<News>& news);  // with the engine's mutex held
-  absl::StatusOr<Leader::Result> WaitForAnswer();
+  std::vector<Run*> OfPack();             // it and those of its pack that live; with the engine's mutex held
+  // Tells observers what is new until this one has its answer, or, with `any`, one of its pack has.
+  void TellUntilAnswered(bool any);
 
   PoolEngine& engine_;
   const PrefillRequest request_;

@@ -378,14 +378,21 @@ void PrefillQueue::RunTogether(const std::vector<Job*>& jobs) {
   }
   if (begin.empty()) return;
   std::vector<std::unique_ptr<Prefill>> prefills = Begin(begin);
-  for (size_t i = 0; i < prefills.size(); ++i) {
-    absl::StatusOr<PrefillResult> result = prefills[i]->Wait();
+  while (!prefills.empty()) {
+    auto first = prefills.begin();  // of a pack, one that is done: it need not wait for the others' retries
+    if (prefills.size() > 1) {
+      (*first)->WaitForAny();
+      first = std::find_if(first, prefills.end(), [](const auto& prefill) { return prefill->done(); });
+    }
+    Job& job = *begin[static_cast<size_t>(first - prefills.begin())];
+    absl::StatusOr<PrefillResult> result = (*first)->Wait();
     {
       const MutexLock lock(mu_);
-      begin[i]->prefill = nullptr;
+      job.prefill = nullptr;
     }
-    prefills[i].reset();
-    EndJob(*begin[i], std::move(result));
+    begin.erase(begin.begin() + (first - prefills.begin()));
+    prefills.erase(first);
+    EndJob(job, std::move(result));
   }
 }
 

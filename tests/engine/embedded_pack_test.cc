@@ -3,8 +3,10 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <chrono>
 #include <filesystem>
 #include <fstream>
+#include <future>
 #include <memory>
 #include <optional>
 #include <random>
@@ -288,6 +290,45 @@ TEST_F(EmbeddedPackTest, EachHasTheAnswerOfARunOfItsOwn) {
       EXPECT_EQ(std::count_if(busy.begin(), busy.end(), [](double seconds) { return seconds > 0; }),
                 std::min(count, ranks));
     }
+  }
+}
+
+// Whoever waits for all of them hears first of the one that ends first.
+TEST_F(EmbeddedPackTest, WaitsForWhicheverIsDoneFirst) {
+  const auto engine = Load(2);
+  ASSERT_NE(engine, nullptr);
+  Backlog backlog({RandomPrompt(300, random_), RandomPrompt(200, random_), RandomPrompt(300, random_),
+                   RandomPrompt(1, random_)},
+                  *engine);
+  HoldingObserver holding;
+  backlog.observers[0] = &holding;
+  auto prefills = engine->StartPack(backlog.requests, backlog.observers);
+  ASSERT_TRUE(prefills.ok()) << prefills.status();
+  for (const auto& prefill : *prefills) {
+    prefill->Pause();
+    EXPECT_FALSE(prefill->done());
+  }
+  holding.LetGo();
+  const auto stopped = prefills->begin() + Draw(random_, 0, 3);
+  (*stopped)->Stop();
+  prefills->front()->WaitForAny();
+  for (auto prefill = prefills->begin(); prefill != prefills->end(); ++prefill) {
+    EXPECT_EQ((*prefill)->done(), prefill == stopped);
+  }
+  EXPECT_TRUE(absl::IsCancelled((*stopped)->Wait().status()));
+  prefills->erase(stopped);
+  auto any = std::async(std::launch::async, [&] { prefills->back()->WaitForAny(); });
+  EXPECT_EQ(any.wait_for(std::chrono::milliseconds(20)), std::future_status::timeout)
+      << "what is gone is not waited for";
+  for (const auto& prefill : *prefills) prefill->Resume();
+  any.get();
+  while (!prefills->empty()) {
+    prefills->front()->WaitForAny();
+    const auto first =
+        std::find_if(prefills->begin(), prefills->end(), [](const auto& each) { return each->done(); });
+    ASSERT_NE(first, prefills->end());
+    EXPECT_TRUE((*first)->Wait().ok());
+    prefills->erase(first);
   }
 }
 

@@ -58,9 +58,14 @@ class FakeEngine final : public PrefillEngine {
   void HoldStopped() {
     Set([&] { holds_stopped_ = true; });
   }
+  // From now on, a prompt of a pack that begins with this id is not done with the others, until Release.
+  void HoldPromptOfPack(uint32_t first_id) {
+    Set([&] { held_of_pack_ = first_id; });
+  }
   void Release() {
     Set([&] {
       hold_after_ = INT_MAX;
+      held_of_pack_ = kVocab;
       holds_stopped_ = false;
     });
   }
@@ -229,8 +234,10 @@ class FakeEngine final : public PrefillEngine {
     for (size_t i = 0; i < requests.size(); ++i) {
       auto choice = MakePlan(std::ssize(requests[i].tokens), requests[i].options);
       if (!choice.ok()) return choice.status();
+      auto run = std::make_unique<PackRun>(pass, i, requests[i], choice->plan);
       pass->observers.push_back(observers[i]);
-      prefills.push_back(std::make_unique<PackRun>(pass, i, requests[i], choice->plan));
+      pass->prefills.push_back(run.get());
+      prefills.push_back(std::move(run));
     }
     pass->stopped = std::vector<std::atomic<bool>>(requests.size());
     Set([&] {
@@ -241,6 +248,7 @@ class FakeEngine final : public PrefillEngine {
   }
 
  private:
+  class PackRun;
   // What several share: the layers that are done, and whether they stand still.
   struct Pass {
     explicit Pass(FakeEngine& engine) : engine(engine) {}
@@ -249,7 +257,8 @@ class FakeEngine final : public PrefillEngine {
     }
 
     FakeEngine& engine;
-    std::vector<PrefillObserver*> observers;  // by prompt
+    std::vector<PrefillObserver*> observers;  // by prompt, as all that follows
+    std::vector<PackRun*> prefills;           // null: it is gone
     std::vector<std::atomic<bool>> stopped;
     std::atomic<bool> paused{false};
     int layers_done = 0;  // by whoever is waited for
@@ -258,24 +267,25 @@ class FakeEngine final : public PrefillEngine {
    public:
     PackRun(std::shared_ptr<Pass> pass, size_t index, const PrefillRequest& request, const Plan& plan)
         : pass_(std::move(pass)), index_(index), request_(request), plan_(plan) {}
+    ~PackRun() override { pass_->prefills[index_] = nullptr; }
 
+    bool done() const override {
+      return pass_->stopped[index_] || (pass_->layers_done == pass_->engine.shape_.layers &&
+                                        !pass_->engine.HoldsOfPack(request_.tokens.front()));
+    }
+    void WaitForAny() override {
+      const auto any_done = [this] {
+        return std::any_of(pass_->prefills.begin(), pass_->prefills.end(),
+                           [](const PackRun* each) { return each != nullptr && each->done(); });
+      };
+      while (!any_done()) Compute();
+    }
     absl::StatusOr<PrefillResult> Wait() override {
       Pass& pass = *pass_;
-      const int layers = pass.engine.shape_.layers;
-      while (true) {
-        if (pass.stopped[index_]) {
-          pass.engine.Set([&] { ++pass.engine.stopped_runs_; });
-          return absl::CancelledError("stopped");
-        }
-        if (pass.layers_done == layers) break;
-        if (pass.engine.Held(pass.layers_done) || pass.paused) {
-          absl::SleepFor(absl::Milliseconds(1));
-          continue;
-        }
-        ++pass.layers_done;
-        for (size_t i = 0; i < pass.observers.size(); ++i) {
-          if (!pass.stopped[i]) pass.observers[i]->OnLayerDone(pass.layers_done, layers);
-        }
+      while (!done()) Compute();
+      if (pass.stopped[index_]) {
+        pass.engine.Set([&] { ++pass.engine.stopped_runs_; });
+        return absl::CancelledError("stopped");
       }
       pass.engine.Set([&] { ++pass.engine.finished_runs_; });
       PrefillResult result = Result(request_.tokens, request_.options, plan_, 0.001);
@@ -287,6 +297,20 @@ class FakeEngine final : public PrefillEngine {
     void Resume() override { pass_->paused = false; }
 
    private:
+    // A layer, where the pass does not stand.
+    void Compute() {
+      Pass& pass = *pass_;
+      const int layers = pass.engine.shape_.layers;
+      if (pass.layers_done == layers || pass.engine.Held(pass.layers_done) || pass.paused) {
+        absl::SleepFor(absl::Milliseconds(1));
+        return;
+      }
+      ++pass.layers_done;
+      for (size_t i = 0; i < pass.observers.size(); ++i) {
+        if (!pass.stopped[i]) pass.observers[i]->OnLayerDone(pass.layers_done, layers);
+      }
+    }
+
     const std::shared_ptr<Pass> pass_;
     const size_t index_;
     const PrefillRequest request_;
@@ -401,6 +425,10 @@ class FakeEngine final : public PrefillEngine {
     const std::lock_guard<std::mutex> lock(mu_);
     return layer >= hold_after_;
   }
+  bool HoldsOfPack(uint32_t first_id) const {
+    const std::lock_guard<std::mutex> lock(mu_);
+    return first_id == held_of_pack_;
+  }
   bool HoldsStopped() const {
     const std::lock_guard<std::mutex> lock(mu_);
     return holds_stopped_;
@@ -416,6 +444,7 @@ class FakeEngine final : public PrefillEngine {
   std::condition_variable changed_;
   int hold_after_ = INT_MAX;
   bool holds_stopped_ = false;
+  uint32_t held_of_pack_ = kVocab;  // the first id of a prompt; kVocab: none
   double predicted_seconds_ = 0.001;
   double paused_seconds_ = 0;
   uint64_t place_ = 0;

@@ -1,7 +1,10 @@
 // Prompts that share a pass of a pool of workers: each has the bits of a run of its own on one rank, its K
 // and V can be read, who leaves ends alone, and a lost worker costs its own ranks' prompts another attempt.
+#include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <filesystem>
+#include <future>
 #include <random>
 #include <set>
 #include <thread>
@@ -257,6 +260,39 @@ TEST_F(PoolPacksTest, WhoLeavesEndsAlone) {
     ASSERT_TRUE(result.ok()) << result.status();
     EXPECT_EQ(result->logits, LogitsAlone(prompts[i]));
     EXPECT_EQ(result->attempts, 1);
+  }
+}
+
+// Whoever waits for all of them hears first of the one that ends first.
+TEST_F(PoolPacksTest, WaitsForWhicheverIsDoneFirst) {
+  StartToys({1, 1});
+  const std::vector<std::vector<uint32_t>> prompts = RandomPrompts(4, 15);
+  auto prefills = StartPack(prompts);
+  ASSERT_TRUE(prefills.ok()) << prefills.status();
+  for (const auto& prefill : *prefills) {
+    prefill->Pause();
+    EXPECT_FALSE(prefill->done());
+  }
+  const auto stopped = prefills->begin() + Draw(random_, 0, 3);
+  (*stopped)->Stop();
+  prefills->front()->WaitForAny();
+  for (auto prefill = prefills->begin(); prefill != prefills->end(); ++prefill) {
+    EXPECT_EQ((*prefill)->done(), prefill == stopped);
+  }
+  EXPECT_TRUE(absl::IsCancelled((*stopped)->Wait().status()));
+  prefills->erase(stopped);
+  auto any = std::async(std::launch::async, [&] { prefills->back()->WaitForAny(); });
+  EXPECT_EQ(any.wait_for(std::chrono::milliseconds(20)), std::future_status::timeout)
+      << "what is gone is not waited for";
+  for (const auto& prefill : *prefills) prefill->Resume();
+  any.get();
+  while (!prefills->empty()) {
+    prefills->front()->WaitForAny();
+    const auto first =
+        std::find_if(prefills->begin(), prefills->end(), [](const auto& each) { return each->done(); });
+    ASSERT_NE(first, prefills->end());
+    EXPECT_TRUE((*first)->Wait().ok());
+    prefills->erase(first);
   }
 }
 

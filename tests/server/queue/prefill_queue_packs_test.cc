@@ -148,6 +148,22 @@ TEST_F(PrefillQueuePacksTest, EachOfAPackIsStoppedByItself) {
   EXPECT_EQ(pack[2].waiter->Result().status().code(), absl::StatusCode::kCancelled);
 }
 
+// Its rank's run is tried again, say: the others have their answers, and their places and ids are free.
+TEST_F(PrefillQueuePacksTest, OneThatTakesLongerKeepsNoOtherFromItsAnswer) {
+  constexpr uint32_t kLongest = 2;
+  MakeQueue();
+  const std::vector<Sent> pack = BeginPack(4);
+  engine_.HoldPromptOfPack(kLongest);
+  engine_.Hold(4);  // behind the last layer
+  for (const uint32_t id : {1, 3, 4}) ExpectResult(pack[id - 1], id, 4);
+  EXPECT_FALSE(pack[kLongest - 1].waiter->done());
+  EXPECT_TRUE(Eventually([&] { return queue_->snapshot().jobs.size() == 1; }));
+  EXPECT_EQ(Phases(), (std::map<std::string, Phase>{{"2", Phase::kRunning}}));
+  EXPECT_TRUE(queue_->CheckId("3").ok());
+  engine_.Release();
+  ExpectResult(pack[kLongest - 1], kLongest, 4);
+}
+
 TEST_F(PrefillQueuePacksTest, APackGivesWayToAHigherClassAndGoesOn) {
   MakeQueue();
   const std::vector<Sent> pack = BeginPack(3);
