@@ -340,10 +340,8 @@ class FrontEnd::Service final : public ServiceBase {
     ASSIGN_OR_RETURN(const std::string tenant, TenantFor(caller, TenantOf(context)));
     ASSIGN_OR_RETURN(const auto request, Decoded<v1::CancelRequest>(bytes, max_message_bytes_));
     const bool of_any = caller.role == Role::kAdmin && tenant.empty();
-    if (live_.CancelRequest(request.request_id(), of_any ? nullptr : &tenant)) return v1::CancelReply();
-    return absl::NotFoundError(absl::StrCat("no live request", of_any ? "" : " of this tenant",
-                                            " has the id \"", request.request_id().substr(0, 128),
-                                            "\"; it may have ended"));
+    RETURN_IF_ERROR(live_.CancelRequest(request.request_id(), of_any ? nullptr : &tenant));
+    return v1::CancelReply();
   }
 
   absl::StatusOr<v1::PlanReply> MakePlan(const grpc::CallbackServerContext& context,

@@ -4,8 +4,11 @@
 #include <utility>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "kernels/monotonic_time.h"
 #include "kernels/mutex.h"
+#include "server/access/tenant.h"
+#include "server/api/header_check.h"
 
 namespace meshfill {
 
@@ -108,10 +111,20 @@ void LiveStreams::StopUploads() {
   for (const auto& stream : Streams()) stream->OnUploadStopped();
 }
 
-bool LiveStreams::CancelRequest(const std::string& request_id, const std::string* tenant) {
-  const std::vector<std::shared_ptr<Stream>> streams = Streams();
-  return std::any_of(streams.begin(), streams.end(),
-                     [&](const auto& stream) { return stream->CancelRequest(request_id, tenant); });
+absl::Status LiveStreams::CancelRequest(const std::string& request_id, const std::string* tenant) {
+  std::vector<std::shared_ptr<Stream>> streams = Streams();
+  std::erase_if(streams, [&](const auto& stream) { return !stream->IsOf(request_id, tenant); });
+  if (tenant == nullptr && streams.size() > 1) {
+    return absl::InvalidArgumentError(absl::StrCat("several tenants have a live request with the id \"",
+                                                   ShownName(request_id), "\"; name one, in the metadata ",
+                                                   kTenantMetadata));
+  }
+  const bool ended = std::any_of(streams.begin(), streams.end(), [&](const auto& stream) {
+    return stream->CancelRequest(request_id, tenant);
+  });
+  if (ended) return absl::OkStatus();
+  return absl::NotFoundError(absl::StrCat("no live request", tenant == nullptr ? "" : " of this tenant",
+                                          " has the id \"", ShownName(request_id), "\"; it may have ended"));
 }
 
 bool LiveStreams::WaitUntilNone(absl::Time deadline) {

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
 #include "absl/time/time.h"
 #include "kernels/mutex.h"
 
@@ -33,7 +34,9 @@ class LiveStreams {
     virtual void OnUploadStopped() = 0;
     // Its result was not read in time, or others need the memory.
     virtual void OnResultUnread() = 0;
-    // Ends the stream if it is live and of this request and tenant; null: of any. Whether it was.
+    // Whether the stream is live and of this request and tenant; null: of any.
+    virtual bool IsOf(const std::string& request_id, const std::string* tenant) const = 0;
+    // Ends the stream if it is. Whether it was.
     virtual bool CancelRequest(const std::string& request_id, const std::string* tenant) = 0;
   };
 
@@ -63,8 +66,10 @@ class LiveStreams {
   // Ends what is still uploading.
   void StopUploads();
 
-  // Ends the stream of a request, wherever it is. False: no stream is of this request and tenant; null: any.
-  bool CancelRequest(const std::string& request_id, const std::string* tenant);
+  // Ends the stream of a request, wherever it is; tenant null: whoever's it is. NOT_FOUND: no stream is of
+  // this request and tenant. INVALID_ARGUMENT: no tenant is given, and several streams are of this request:
+  // none ends.
+  absl::Status CancelRequest(const std::string& request_id, const std::string* tenant);
 
   // False where streams are still live at the deadline.
   bool WaitUntilNone(absl::Time deadline);

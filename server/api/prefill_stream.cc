@@ -103,7 +103,7 @@ absl::Status PrefillStream::TakeMessage() {
 absl::Status PrefillStream::TakeHeader() {
   header_ = std::move(*incoming_.mutable_header());
   ASSIGN_OR_RETURN(*header_.mutable_tenant(), TenantFor(caller_, header_.tenant()));
-  RETURN_IF_ERROR(environment_.queue.CheckId(header_.request_id()));
+  RETURN_IF_ERROR(environment_.queue.CheckId(header_.tenant(), header_.request_id()));
   RETURN_IF_ERROR(CheckHeader(header_, environment_.engine.model_name()));
   ASSIGN_OR_RETURN(token_count_, ToTokenCount(header_.token_count(), environment_.engine));
   if (header_.request_id().empty()) header_.set_request_id(NewRequestId());
@@ -343,11 +343,19 @@ void PrefillStream::OnResultUnread() {
   environment_.metrics.OnResultDropped();
 }
 
+bool PrefillStream::IsOf(const std::string& request_id, const std::string* tenant) const {
+  const MutexLock lock(mu_);
+  return LiveAs(request_id, tenant);
+}
+
+bool PrefillStream::LiveAs(const std::string& request_id, const std::string* tenant) const {
+  const bool live = phase_ == Phase::kTokens || phase_ == Phase::kQueued;
+  return live && header_.request_id() == request_id && (tenant == nullptr || header_.tenant() == *tenant);
+}
+
 bool PrefillStream::CancelRequest(const std::string& request_id, const std::string* tenant) {
   const MutexLock lock(mu_);
-  const bool live = phase_ == Phase::kTokens || phase_ == Phase::kQueued;
-  if (!live || header_.request_id() != request_id) return false;
-  if (tenant != nullptr && header_.tenant() != *tenant) return false;
+  if (!LiveAs(request_id, tenant)) return false;
   End(absl::CancelledError("cancelled by a call of Cancel"));
   return true;
 }

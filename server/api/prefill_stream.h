@@ -78,6 +78,7 @@ class PrefillStream final : public PrefillReactor,
   void OnDrain() override;
   void OnUploadStopped() override;
   void OnResultUnread() override;
+  bool IsOf(const std::string& request_id, const std::string* tenant) const override;
   bool CancelRequest(const std::string& request_id, const std::string* tenant) override;
 
  private:
@@ -102,6 +103,8 @@ class PrefillStream final : public PrefillReactor,
   // The lease runs from now on.
   void GiveKv() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   absl::Status TakeTokens() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  bool LiveAs(const std::string& request_id, const std::string* tenant) const
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   absl::Status CheckIds() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);  // checks the last message's token ids
   // Names the prompt's blocks, and plans anew where the engine has some of them, or the header is long ago.
   void PlanComplete() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
@@ -128,7 +131,7 @@ class PrefillStream final : public PrefillReactor,
   grpc::ByteBuffer received_;  // gRPC's while a read is under way, and handled under mu_
   grpc::ByteBuffer sent_;      // gRPC's while a write is under way
 
-  Mutex mu_;
+  mutable Mutex mu_;
   Phase phase_ ABSL_GUARDED_BY(mu_) = Phase::kHeader;
   v1::PrefillRequest incoming_ ABSL_GUARDED_BY(mu_);  // kept: its memory is used again
   absl::Time last_message_at_ ABSL_GUARDED_BY(mu_);

@@ -103,7 +103,7 @@ absl::StatusOr<std::unique_ptr<PrefillQueue::Slot>> PrefillQueue::Reserve(const 
   Dropped dropped(clock_);
   const MutexLock lock(mu_);
   if (draining_) return absl::UnavailableError("the server is draining; try another one");
-  RETURN_IF_ERROR(CheckUnused(request.id));
+  RETURN_IF_ERROR(CheckUnused(request.tenant, request.id));
   const RunOrder::Job run = ToRunOrder(request);
   RETURN_IF_ERROR(room_.CheckClass(run));
   const std::vector<QueueRoom::LostPlace> places = room_.PlacesToTakeFor(run, request.tokens, order_);
@@ -117,15 +117,16 @@ absl::StatusOr<std::unique_ptr<PrefillQueue::Slot>> PrefillQueue::Reserve(const 
   job->reserved_at = clock_();
   order_.Announce(ticket, run, job->reserved_at);
   room_.Enter(ticket, run, request.tokens);
+  ids_.emplace(request.tenant, request.id);
   jobs_.emplace(ticket, std::move(job));
   TellLosers(places, dropped);
   PublishCount();
   return std::make_unique<Slot>(*this, ticket);
 }
 
-absl::Status PrefillQueue::CheckId(const std::string& id) const {
+absl::Status PrefillQueue::CheckId(const std::string& tenant, const std::string& id) const {
   const MutexLock lock(mu_);
-  return CheckUnused(id);
+  return CheckUnused(tenant, id);
 }
 
 RunOrder::Job PrefillQueue::ToRunOrder(const Request& request) const {
@@ -139,13 +140,10 @@ RunOrder::Job PrefillQueue::ToRunOrder(const Request& request) const {
           .may_save_seconds = request.may_save_seconds};
 }
 
-absl::Status PrefillQueue::CheckUnused(const std::string& id) const {
-  for (const auto& [ticket, job] : jobs_) {
-    if (job->request.id != id) continue;
-    return absl::AlreadyExistsError(absl::StrCat(
-        "request_id \"", id, "\" is in use by a live request; wait for its end or choose another"));
-  }
-  return absl::OkStatus();
+absl::Status PrefillQueue::CheckUnused(const std::string& tenant, const std::string& id) const {
+  if (!ids_.contains({tenant, id})) return absl::OkStatus();
+  return absl::AlreadyExistsError(absl::StrCat(
+      "request_id \"", id, "\" is in use by a live request; wait for its end or choose another"));
 }
 
 absl::StatusOr<PrefillQueue::Turn> PrefillQueue::Submit(uint64_t ticket, std::vector<uint32_t> tokens,
@@ -270,6 +268,7 @@ std::vector<std::unique_ptr<PrefillQueue::Job>> PrefillQueue::Remove(std::span<c
   for (const uint64_t ticket : tickets) {
     jobs.push_back(std::move(jobs_.at(ticket)));
     jobs_.erase(ticket);
+    ids_.erase({jobs.back()->request.tenant, jobs.back()->request.id});
     room_.Remove(ticket);
   }
   order_.Remove(tickets, clock_());

@@ -22,9 +22,11 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <span>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
@@ -138,8 +140,9 @@ class PrefillQueue {
   // has passed. RESOURCE_EXHAUSTED: no room, or the deadline is before wait + prefill; with RetryInfo where
   // waiting helps (queue_room.h). UNAVAILABLE: draining.
   absl::StatusOr<std::unique_ptr<Slot>> Reserve(const Request& request);
-  // ALREADY_EXISTS: the id is live; wait for that request's end or choose another id.
-  absl::Status CheckId(const std::string& id) const;
+  // ALREADY_EXISTS: the tenant has a live request of that id; wait for its end or choose another id. Other
+  // tenants' ids are their own.
+  absl::Status CheckId(const std::string& tenant, const std::string& id) const;
 
   void Drain();                              // from now on Reserve refuses; what has a slot goes on
   void StopAll(const absl::Status& reason);  // drains, and ends everything with `reason`: waiters hear it
@@ -204,7 +207,8 @@ class PrefillQueue {
   void TellLosers(std::span<const QueueRoom::LostPlace> places, Dropped& dropped)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void Lose(Job& job, const absl::Status& why) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  absl::Status CheckUnused(const std::string& id) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  absl::Status CheckUnused(const std::string& tenant, const std::string& id) const
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // Forgets the request. The caller frees its job, best after the lock.
   std::unique_ptr<Job> Remove(uint64_t ticket) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   std::vector<std::unique_ptr<Job>> Remove(std::span<const uint64_t> tickets)
@@ -221,8 +225,9 @@ class PrefillQueue {
 
   mutable Mutex mu_;
   CondVar changed_;
-  // The same tickets stand in all three, from Reserve to Remove. They start at 1.
+  // The same tickets stand in jobs_, order_ and room_, from Reserve to Remove. They start at 1.
   std::map<uint64_t, std::unique_ptr<Job>> jobs_ ABSL_GUARDED_BY(mu_);
+  std::set<std::pair<std::string, std::string>> ids_ ABSL_GUARDED_BY(mu_);  // of jobs_: tenant and id
   RunOrder order_ ABSL_GUARDED_BY(mu_);
   QueueRoom room_ ABSL_GUARDED_BY(mu_);
   std::vector<uint64_t> computing_ ABSL_GUARDED_BY(mu_);  // the tickets whose turn it is

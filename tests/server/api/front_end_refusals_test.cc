@@ -141,8 +141,14 @@ TEST_F(FrontEndTest, RefusesALiveIdAgain) {
   bad.set_model("another");
   bad.set_top_k(1 << 30);
   EXPECT_EQ(Prefill(bad, {4, 5, 6}).status.code(), absl::StatusCode::kAlreadyExists);
+  header.set_tenant("another");
+  Call of_another(*stub_);
+  of_another.Send(header).Send({4, 5, 6}).HalfClose();
+  EXPECT_TRUE(of_another.ReadEvent().has_accepted());
   engine_->Release();
   EXPECT_TRUE(first.Finish().status.ok());
+  EXPECT_TRUE(of_another.Finish().status.ok());
+  header.clear_tenant();
   EXPECT_TRUE(Prefill(header, {4, 5, 6}).status.ok());  // no longer live
 }
 

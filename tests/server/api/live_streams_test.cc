@@ -5,6 +5,7 @@
 
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/time/clock.h"
@@ -17,17 +18,21 @@ namespace {
 constexpr absl::Duration kSoon = absl::Milliseconds(30);
 constexpr absl::Duration kPatience = absl::Seconds(20);
 
-// Remembers what it was told.
+// Remembers what it was told. Its request has the id "mine".
 class Heard : public LiveStreams::Stream {
  public:
+  explicit Heard(std::string tenant = "t") : tenant_(std::move(tenant)) {}
+
   void OnUploadOverdue() override { Tell("overdue"); }
   void OnDrain() override { Tell("drain"); }
   void OnUploadStopped() override { Tell("stopped"); }
   void OnResultUnread() override { Tell("unread"); }
+  bool IsOf(const std::string& request_id, const std::string* tenant) const override {
+    return request_id == "mine" && (tenant == nullptr || *tenant == tenant_);
+  }
   bool CancelRequest(const std::string& request_id, const std::string* tenant) override {
-    const bool mine = request_id == "mine" && (tenant == nullptr || *tenant == "t");
-    if (mine) Tell("cancelled");
-    return mine;
+    if (IsOf(request_id, tenant)) Tell("cancelled");
+    return IsOf(request_id, tenant);
   }
 
   std::vector<std::string> words() const {
@@ -49,6 +54,7 @@ class Heard : public LiveStreams::Stream {
     changed_.NotifyAll();
   }
 
+  const std::string tenant_;
   mutable Mutex mu_;
   mutable CondVar changed_;
   std::vector<std::string> words_ ABSL_GUARDED_BY(mu_);
@@ -220,10 +226,10 @@ TEST(LiveStreamsTest, AStopAndACancelReachThoseThatTheyAreFor) {
   LiveStreams live(Patient());
   const auto stream = Add(live);
   const std::string mine = "t", other = "u";
-  EXPECT_FALSE(live.CancelRequest("other", nullptr));
-  EXPECT_FALSE(live.CancelRequest("mine", &other));
-  EXPECT_TRUE(live.CancelRequest("mine", &mine));
-  EXPECT_TRUE(live.CancelRequest("mine", nullptr));
+  EXPECT_TRUE(absl::IsNotFound(live.CancelRequest("other", nullptr)));
+  EXPECT_TRUE(absl::IsNotFound(live.CancelRequest("mine", &other)));
+  EXPECT_TRUE(live.CancelRequest("mine", &mine).ok());
+  EXPECT_TRUE(live.CancelRequest("mine", nullptr).ok());
   live.StopUploads();
   EXPECT_EQ(stream->words(), (Words{"cancelled", "cancelled", "stopped"}));
   live.Remove(stream.get());
@@ -231,7 +237,22 @@ TEST(LiveStreamsTest, AStopAndACancelReachThoseThatTheyAreFor) {
   live.Ended(stream.get(), 5);
   live.OnMessage(stream.get(), 5);
   live.UploadDone(stream.get());
-  EXPECT_FALSE(live.CancelRequest("mine", nullptr));
+  EXPECT_TRUE(absl::IsNotFound(live.CancelRequest("mine", nullptr)));
+}
+
+TEST(LiveStreamsTest, ACancelThatNamesNoTenantEndsNoneOfSeveral) {
+  LiveStreams live(Patient());
+  const auto one = Add(live);
+  const auto other = std::make_shared<Heard>("u");
+  live.Add(other);
+  const absl::Status several = live.CancelRequest("mine", nullptr);
+  EXPECT_TRUE(absl::IsInvalidArgument(several)) << several;
+  EXPECT_NE(several.message().find("meshfill-tenant"), absl::string_view::npos) << several;
+  const std::string u = "u";
+  EXPECT_TRUE(live.CancelRequest("mine", &u).ok());
+  EXPECT_EQ(one->words(), Words{});
+  EXPECT_EQ(other->words(), Words{"cancelled"});
+  for (const auto& stream : {one, other}) live.Remove(stream.get());
 }
 
 }  // namespace

@@ -159,7 +159,7 @@ TEST_F(PrefillQueuePacksTest, OneThatTakesLongerKeepsNoOtherFromItsAnswer) {
   EXPECT_FALSE(pack[kLongest - 1].waiter->done());
   EXPECT_TRUE(Eventually([&] { return queue_->snapshot().jobs.size() == 1; }));
   EXPECT_EQ(Phases(), (std::map<std::string, Phase>{{"2", Phase::kRunning}}));
-  EXPECT_TRUE(queue_->CheckId("3").ok());
+  EXPECT_TRUE(queue_->CheckId("", "3").ok());
   engine_.Release();
   ExpectResult(pack[kLongest - 1], kLongest, 4);
 }

@@ -196,7 +196,7 @@ TEST_F(PrefillQueueTest, ASlowUploadGivesItsPlaceToOthersInAFullQueue) {
   EXPECT_EQ(silent->Submit({1, 2, 3}, {}, waiter).status().code(), absl::StatusCode::kResourceExhausted);
   EXPECT_FALSE(waiter->done());
   EXPECT_EQ(queue_->snapshot().requests, 2);
-  EXPECT_TRUE(queue_->CheckId("silent").ok());
+  EXPECT_TRUE(queue_->CheckId("", "silent").ok());
 }
 
 TEST_F(PrefillQueueTest, BoundsWhatATenantHas) {
@@ -330,6 +330,29 @@ TEST_F(PrefillQueueTest, RefusesLiveIdsUntilTheyEnd) {
   Submit(*slot, 1, waiter);
   ASSERT_TRUE(waiter->Result().ok());
   EXPECT_NE(Reserve({.id = "same", .tokens = 4}), nullptr);
+}
+
+// Nobody keeps another from an id, or learns which of another's are live.
+TEST_F(PrefillQueueTest, AnIdIsOneOfItsTenantsOwn) {
+  MakeQueue();
+  engine_.Hold();
+  auto first = Reserve({.id = "same", .tenant = "a", .tokens = 3});
+  EXPECT_TRUE(queue_->CheckId("b", "same").ok());
+  auto second = Reserve({.id = "same", .tenant = "b", .tokens = 3});
+  for (const char* tenant : {"a", "b"}) {
+    EXPECT_TRUE(absl::IsAlreadyExists(queue_->CheckId(tenant, "same")));
+    EXPECT_TRUE(
+        absl::IsAlreadyExists(queue_->Reserve({.id = "same", .tenant = tenant, .tokens = 3}).status()));
+  }
+  auto waiter = std::make_shared<RecordingWaiter>();
+  Submit(*first, 1, waiter);
+  ASSERT_TRUE(engine_.WaitForBegun(1));
+  second.reset();
+  EXPECT_TRUE(queue_->CheckId("b", "same").ok());
+  EXPECT_TRUE(absl::IsAlreadyExists(queue_->CheckId("a", "same"))) << "it runs";
+  engine_.Release();
+  ASSERT_TRUE(waiter->Result().ok());
+  EXPECT_TRUE(queue_->CheckId("a", "same").ok());
 }
 
 TEST_F(PrefillQueueTest, WithdrawnWhileItWaitsNeverRuns) {
