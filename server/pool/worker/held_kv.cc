@@ -56,8 +56,9 @@ absl::StatusOr<std::shared_ptr<KvPrompt>> HeldKv::Begin(uint64_t run, const Keep
 }
 
 void HeldKv::Keep(uint64_t run) {
+  decltype(begun_)::node_type begun;  // freed after the lock
   const MutexLock lock(mu_);
-  const auto begun = begun_.extract(run);
+  begun = begun_.extract(run);
   if (begun.empty()) return;
   if (begun.mapped().held != nullptr) {
     begun.mapped().held->Keep().IgnoreError();  // it has not ended: who ends it takes the run out
@@ -66,8 +67,9 @@ void HeldKv::Keep(uint64_t run) {
 }
 
 void HeldKv::Drop(uint64_t run) {
+  decltype(begun_)::node_type begun;  // freed after the lock
   const MutexLock lock(mu_);
-  const auto begun = begun_.extract(run);
+  begun = begun_.extract(run);
   if (!begun.empty()) entries_.erase(begun.mapped().lease);
 }
 
@@ -80,25 +82,36 @@ void HeldKv::Lasts(const std::string& lease, absl::Duration lasts) {
 }
 
 void HeldKv::Ends(const std::string& lease) {
-  const MutexLock lock(mu_);
-  const auto entry = entries_.find(lease);
-  if (entry == entries_.end()) return;
-  store_.Release(entry->second.stored, entry->second.tenant);
-  begun_.erase(entry->second.run);
-  entries_.erase(entry);
+  decltype(begun_)::node_type begun;  // freed after the lock
+  Entry ended;
+  {
+    const MutexLock lock(mu_);
+    const auto entry = entries_.find(lease);
+    if (entry == entries_.end()) return;
+    ended = std::move(entry->second);
+    entries_.erase(entry);
+    begun = begun_.extract(ended.run);
+  }
+  store_.Release(ended.stored, ended.tenant);
 }
 
 void HeldKv::RunEnds(uint64_t run) {
+  decltype(cached_)::node_type cached;  // freed after the lock
   const MutexLock lock(mu_);
-  cached_.erase(run);
+  cached = cached_.extract(run);
 }
 
 void HeldKv::EndAll() {
-  const MutexLock lock(mu_);
-  for (const auto& [lease, entry] : entries_) store_.Release(entry.stored, entry.tenant);
-  begun_.clear();
-  entries_.clear();
-  cached_.clear();
+  decltype(entries_) entries;
+  decltype(begun_) begun;  // freed after the lock, as what is cached
+  decltype(cached_) cached;
+  {
+    const MutexLock lock(mu_);
+    entries.swap(entries_);
+    begun.swap(begun_);
+    cached.swap(cached_);
+  }
+  for (const auto& [lease, entry] : entries) store_.Release(entry.stored, entry.tenant);
 }
 
 absl::Time HeldKv::EndLapsed() {

@@ -6,7 +6,8 @@
 //                      └──Drop: the run was stopped ────────────────────────────────────────────────► gone
 //
 // A lease holds the runs of its prefix, too. Readers may come while the run computes. A reader gives the
-// tokens of a range that are here. Thread-safe. Time is the caller's clock.
+// tokens of a range that are here. Thread-safe; memory is freed outside of the lock. Time is the caller's
+// clock.
 #ifndef MESHFILL_SERVER_POOL_WORKER_HELD_KV_H_
 #define MESHFILL_SERVER_POOL_WORKER_HELD_KV_H_
 

@@ -276,6 +276,10 @@ void RankHost::EndKvRun(uint64_t run) {
   Post([this, run] { kv_.RunEnds(run); });
 }
 
+void RankHost::EndAllKv() {
+  Post([this] { kv_.EndAll(); });
+}
+
 void RankHost::Release(uint64_t run) {
   Post([this, run] {
     kv_.Keep(run);

@@ -98,6 +98,7 @@ class RankHost {
   WorkerMachine::ProgressOfRuns progress() const;
   void EndKv(const std::string& lease);  // takes effect after the calls above
   void EndKvRun(uint64_t run);           // takes effect after the calls above
+  void EndAllKv();                       // takes effect after the calls above
   HeldKv& kv() { return kv_; }           // what the ranks keep; Prepare begins, Release keeps, Stop drops
   // What shared weights take: the worker's share, and what runs have gathered.
   WeightMemory shared_weights() const { return sharded_ == nullptr ? WeightMemory() : sharded_->memory(); }

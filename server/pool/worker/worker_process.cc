@@ -201,7 +201,7 @@ class WorkerProcess::Impl final : private ControlClient::Listener, private RankH
   void Do(WorkerMachine::KvLasts& kv) { host_->kv().Lasts(kv.lease, kv.lasts); }
   void Do(WorkerMachine::KvEnds& kv) { host_->EndKv(kv.lease); }
   void Do(WorkerMachine::KvRunEnds& kv) { host_->EndKvRun(kv.run); }
-  void Do(WorkerMachine::AllKvEnds&) { host_->kv().EndAll(); }
+  void Do(WorkerMachine::AllKvEnds&) { host_->EndAllKv(); }
   void Do(WorkerMachine::ForgetSpeed&) { host_->ForgetSpeed(); }
   void Do(WorkerMachine::Exit& exit) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) { exit_ = exit.status; }
   void Do(WorkerMachine::LogLine& line) { Log(line.text, {.level = line.level}); }

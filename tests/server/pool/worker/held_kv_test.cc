@@ -1,7 +1,10 @@
 // What a worker keeps for leases and as a prefix of later runs: beside each other, and as the leader says.
 #include "server/pool/worker/held_kv.h"
 
+#include <chrono>
 #include <cstring>
+#include <functional>
+#include <future>
 #include <memory>
 #include <string>
 #include <vector>
@@ -144,6 +147,39 @@ TEST_F(HeldKvTest, WhatWasStoppedOrEndedIsNotCached) {
   for (const uint64_t run : {1, 2}) EXPECT_FALSE(kv_.PrefixOf({{.run = run, .tokens = 8}}).ok());
   EXPECT_EQ(bytes(), 0);
   EXPECT_EQ(kv_.counts().leases, 0);
+}
+
+// Slabs of gigabytes are freed meanwhile: what readers, runs and the leader's messages ask need not wait.
+TEST_F(HeldKvTest, AnswersWhileItFrees) {
+  std::vector<std::future<void>> asked;
+  int frees = 0, waited = 0;
+  const auto frees_while_it_answers = [&](const std::function<void()>& free) {
+    frees = 0;
+    const int64_t before = bytes();
+    kv_.SetObserver([&] {  // called as bytes are freed
+      ++frees;
+      asked.push_back(std::async(std::launch::async, [this] { EXPECT_FALSE(kv_.PrefixOf({{99, 1}}).ok()); }));
+      if (asked.back().wait_for(std::chrono::seconds(2)) != std::future_status::ready) ++waited;
+    });
+    free();
+    kv_.SetObserver(nullptr);
+    EXPECT_GT(frees, 0);
+    EXPECT_LT(bytes(), before);
+  };
+  ASSERT_TRUE(Run(1, Keeping("a", false), 8).ok());
+  frees_while_it_answers([&] { kv_.Ends("a"); });
+  ASSERT_TRUE(Run(2, Keeping("b", false), 8, {}, /*over=*/false).ok());
+  frees_while_it_answers([&] { kv_.Drop(2); });
+  ASSERT_TRUE(Run(3, Keeping("", true), 8).ok());
+  frees_while_it_answers([&] { kv_.RunEnds(3); });
+  ASSERT_TRUE(Run(4, Keeping("", false), 8, {}, /*over=*/false).ok());
+  frees_while_it_answers([&] { kv_.Keep(4); });
+  for (uint64_t run = 5; run < 8; ++run) {
+    ASSERT_TRUE(Run(run, Keeping(run == 5 ? "e" : "", run == 6), 8, {}, /*over=*/run < 7).ok());
+    frees_while_it_answers([&] { kv_.EndAll(); });
+  }
+  EXPECT_EQ(waited, 0);
+  EXPECT_EQ(bytes(), 0);
 }
 
 TEST_F(HeldKvTest, RefusesWhatItHasNoRoomFor) {
