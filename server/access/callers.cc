@@ -14,12 +14,13 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "absl/strings/strip.h"
+#include "server/config/tenant_name.h"
 
 namespace meshfill {
 namespace {
 
 constexpr size_t kHashBytes = SHA256_DIGEST_LENGTH;
-constexpr size_t kMaxNameCharacters = 128;  // the most that a tenant's name has
+constexpr size_t kMaxNameBytes = 128;
 
 std::optional<Role> RoleOf(absl::string_view word) {
   if (word == "client") return Role::kClient;
@@ -61,8 +62,9 @@ absl::StatusOr<Callers> Callers::Parse(absl::string_view file_name, absl::string
     if ((words[2] == "-") == (*role == Role::kClient)) {
       return error("a client has a tenant, the third word; workers and admins have - there");
     }
-    if (words[0].size() > kMaxNameCharacters || words[2].size() > kMaxNameCharacters) {
-      return error(absl::StrCat("a name or tenant above ", kMaxNameCharacters, " bytes"));
+    if (words[0].size() > kMaxNameBytes) return error(absl::StrCat("a name above ", kMaxNameBytes, " bytes"));
+    if (const absl::Status tenant = CheckTenantName(words[2]); !tenant.ok()) {
+      return error(absl::StrCat("the tenant, the third word, ", tenant.message()));
     }
     Caller caller{.name = std::string(words[0]), .role = *role, .tenant = ""};
     if (*role == Role::kClient) caller.tenant = std::string(words[2]);

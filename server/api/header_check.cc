@@ -5,11 +5,12 @@
 
 #include "absl/strings/str_cat.h"
 #include "kernels/return_if_error.h"
+#include "server/config/tenant_name.h"
 
 namespace meshfill {
 namespace {
 
-constexpr size_t kMaxNameCharacters = 128;  // most characters of request_id, tenant and cache_salt
+constexpr size_t kMaxNameCharacters = 128;                  // most characters of request_id and cache_salt
 constexpr size_t kMaxLoggedBytes = 4 * kMaxNameCharacters;  // most bytes of a name in UTF-8
 
 // Characters of UTF-8 text, which protobuf has checked.
@@ -29,7 +30,9 @@ absl::Status CheckName(const char* field, const std::string& name) {
 
 absl::Status CheckHeader(const v1::PrefillHeader& header, const std::string& model_name) {
   RETURN_IF_ERROR(CheckName("request_id", header.request_id()));
-  RETURN_IF_ERROR(CheckName("tenant", header.tenant()));
+  if (const absl::Status tenant = CheckTenantName(header.tenant()); !tenant.ok()) {
+    return absl::InvalidArgumentError(absl::StrCat("tenant ", tenant.message()));
+  }
   RETURN_IF_ERROR(CheckName("cache_salt", header.cache_salt()));
   if (!header.model().empty() && header.model() != model_name) {
     return absl::NotFoundError(absl::StrCat("model \"", ShownName(header.model()),

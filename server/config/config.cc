@@ -22,6 +22,7 @@
 #include "server/config/config_units.h"
 #include "server/config/config_yaml.h"
 #include "server/config/priority_class.h"
+#include "server/config/tenant_name.h"
 
 namespace meshfill {
 namespace {
@@ -196,8 +197,11 @@ absl::Status Validate(const v1::Config& config, const KeyOrigins& origins) {
   check.RequirePositive(config.queue().max_wait(), "queue.max_wait");
   check.RequirePositive(config.queue().max_age(), "queue.max_age");
   ValidateTenant(config.tenant_limits(), "tenant_limits", check);
-  for (const auto& [name, tenant] : config.tenants())
+  for (const auto& [name, tenant] : config.tenants()) {
+    const absl::Status good = CheckTenantName(name);
+    check.Require(good.ok(), absl::StrCat("tenants.", name), std::string(good.message()));
     ValidateTenant(tenant, absl::StrCat("tenants.", name), check);
+  }
   check.RequirePositive(config.trace().timeout(), "trace.timeout");
   check.RequireRange(config.plan().stripe(), 1, kMaxStripe, "plan.stripe");
   const bool has_dtype = config.model().dtype() != v1::ModelSection::DTYPE_AUTO;

@@ -79,7 +79,9 @@ TEST(Callers, MistakesAreToldWithTheirLineAndWithoutTheCredential) {
   const std::string longest(128, 'n');
   EXPECT_EQ(Problem(absl::StrCat(longest, " client ", longest, " ", kAbc)), "none");
   EXPECT_THAT(Problem(absl::StrCat(longest, "n admin - ", kAbc)), HasSubstr("above 128 bytes"));
-  EXPECT_THAT(Problem(absl::StrCat("b client ", longest, "n ", kAbc)), HasSubstr("above 128 bytes"));
+  EXPECT_THAT(Problem(absl::StrCat("b client ", longest, "n ", kAbc)),
+              HasSubstr("the tenant, the third word, has 129 characters"));
+  EXPECT_THAT(Problem(absl::StrCat("b client caf\xc3\xa9 ", kAbc)), HasSubstr("not printable ASCII"));
 }
 
 TEST(BearerToken, IsOneLineOfPrintableCharacters) {

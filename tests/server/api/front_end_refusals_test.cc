@@ -246,12 +246,12 @@ TEST_F(FrontEndTest, NamesAreCountedInCharacters) {
   };
   v1::PrefillHeader header = Header(1);
   header.set_request_id(name(128));
-  header.set_tenant(name(128));
+  header.set_tenant(std::string(128, 't'));
   header.set_cache_salt(name(128));
   EXPECT_TRUE(Prefill(header, {1}).status.ok());
-  header.set_tenant(name(129));
+  header.set_request_id(name(129));
   const Reply reply = Prefill(header, {1});
-  EXPECT_EQ(reply.status.message(), "tenant has 129 characters; at most 128 are allowed");
+  EXPECT_EQ(reply.status.message(), "request_id has 129 characters; at most 128 are allowed");
 }
 
 TEST_F(FrontEndTest, RefusesCompressedMessages) {

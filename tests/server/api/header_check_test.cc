@@ -22,7 +22,7 @@ TEST(HeaderCheckTest, NamesAreCountedInCharacters) {
     for (int i = 0; i < characters; ++i) text += Draw(random, 0, 1) == 0 ? "a" : "\xf0\x9f\x98\x80";
     return text;
   };
-  for (const char* field : {"request_id", "tenant", "cache_salt"}) {
+  for (const char* field : {"request_id", "cache_salt"}) {
     for (const int characters : {0, 1, 128, 129, 1000}) {
       v1::PrefillHeader header = GoodHeader();
       const auto* descriptor = header.GetDescriptor()->FindFieldByName(field);
@@ -37,6 +37,20 @@ TEST(HeaderCheckTest, NamesAreCountedInCharacters) {
       }
     }
   }
+}
+
+TEST(HeaderCheckTest, ATenantIsOneThatMetadataCanCarry) {
+  v1::PrefillHeader header = GoodHeader();
+  header.set_tenant("search & ads ~1");
+  EXPECT_TRUE(CheckHeader(header, "m").ok());
+  header.set_tenant("caf\xc3\xa9");
+  const absl::Status refused = CheckHeader(header, "m");
+  EXPECT_TRUE(absl::IsInvalidArgument(refused)) << refused;
+  EXPECT_EQ(refused.message().find("tenant has a character that is not printable ASCII, at byte 3"), 0u)
+      << refused;
+  header.set_tenant(std::string(129, 'x'));
+  EXPECT_EQ(CheckHeader(header, "m"),
+            absl::InvalidArgumentError("tenant has 129 characters; at most 128 are allowed"));
 }
 
 TEST(HeaderCheckTest, AModelIsNamedOrNot) {

@@ -195,6 +195,8 @@ TEST_F(ConfigTest, MistakesInTenantsAreRefused) {
   EXPECT_EQ(Refusal("tenants:\n  a: {weight: 0}"), "FILE:2: tenants.a.weight: must be from 0.001 to 1000");
   EXPECT_EQ(Refusal("tenant_limits: {max_requests: 0}").substr(0, 37),
             "FILE:1: tenant_limits.max_requests: 0");
+  const std::string no_ascii = "FILE:2: tenants.caf\xc3\xa9: has a character that is not printable ASCII,";
+  EXPECT_EQ(Refusal("tenants:\n  caf\xc3\xa9: {weight: 1}").substr(0, no_ascii.size()), no_ascii);
   for (const char* no_map : {"[a]", "a"}) {
     EXPECT_EQ(Refusal(absl::StrCat("tenants: ", no_map)),
               "FILE:1: tenants: must be a map of names, \"name: {key: value}\"");
