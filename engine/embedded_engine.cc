@@ -261,7 +261,9 @@ absl::Status EmbeddedEngine::PrepareKv(const PrefillRequest& request, PlannedPre
                        "again later, or raise kv.memory_bytes (behind GPUs kv.host_memory_bytes)"));
     }
   }
-  if (planned.kv != nullptr && in_pieces) planned.kv->KeepForRuns();
+  const bool cached =
+      uses_cache_ && options.block_names != nullptr;  // a lease that ends before changes nothing
+  if (planned.kv != nullptr && (in_pieces || cached)) planned.kv->KeepWithoutLease();
   kv_store_.MakeRoom();
   if (ReadsCache(options)) kv_store_.CountTokens(planned.cached_tokens, tokens - planned.cached_tokens);
   return absl::OkStatus();

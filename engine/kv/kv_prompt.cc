@@ -92,7 +92,7 @@ KvSlab* KvPrompt::NewSlab(int rank, int layer) {
   std::shared_ptr<KvRunSlabs> run;
   {
     const MutexLock lock(mu_);
-    if (dropped_ && !kept_for_runs_) return nullptr;
+    if (dropped_ && !kept_without_lease_) return nullptr;
     run = runs_.back().slabs;
   }
   std::unique_ptr<KvSlab>& slab = run->slabs[layer][rank];  // no other thread's
@@ -137,9 +137,9 @@ void KvPrompt::Drop() {
   dropped_ = true;
 }
 
-void KvPrompt::KeepForRuns() {
+void KvPrompt::KeepWithoutLease() {
   const MutexLock lock(mu_);
-  kept_for_runs_ = true;
+  kept_without_lease_ = true;
 }
 
 bool KvPrompt::charged() const {

@@ -55,8 +55,8 @@ class KvPrompt final : public KvSink {
 
   // From now on nothing is kept: nobody will read. What is there stays until this goes.
   void Drop();
-  // The prompt's own later runs read it: Drop changes nothing.
-  void KeepForRuns();
+  // The prompt's own later runs, or the cache, read it, too: Drop changes nothing.
+  void KeepWithoutLease();
 
   // Whether a store counts its bytes.
   bool charged() const;
@@ -93,7 +93,7 @@ class KvPrompt final : public KvSink {
   std::vector<Run> runs_ ABSL_GUARDED_BY(mu_);                 // this prompt's own
   std::unique_ptr<KvCharge> charge_ ABSL_GUARDED_BY(mu_);      // bytes that no run has begun
   bool dropped_ ABSL_GUARDED_BY(mu_) = false;
-  bool kept_for_runs_ ABSL_GUARDED_BY(mu_) = false;
+  bool kept_without_lease_ ABSL_GUARDED_BY(mu_) = false;
 };
 
 }  // namespace meshfill

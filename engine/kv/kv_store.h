@@ -7,7 +7,8 @@
 // One store serves all ranks of a process: they share its memory, and a lease spans their slabs. A prompt is
 // charged whole when it is admitted, before anything is computed, and until its memory is free again; what it
 // shares with a cached prefix is charged once. A lease that has ended is found no more, and its prompt goes
-// with it, as soon as no run, no reader and no cache holds it.
+// with it, as soon as no run, no reader and no cache holds it: a run that leaves its K and V to the cache
+// does so, too, where the lease ends before the run.
 //
 // The cache is what room the others leave: what is admitted may take its place. That goes, least recently
 // used first, in MakeRoom, before the memory for new K and V is allocated.
@@ -133,7 +134,7 @@ class KvStore {
   // Frees what the cache holds beyond the budget. Before the memory of an admitted prompt is allocated.
   void MakeRoom();
   // A run has computed the whole prompt: from now on FindPrefix knows it. Nothing, where the prompt was
-  // dropped meanwhile.
+  // dropped meanwhile (KvPrompt::KeepWithoutLease).
   void Enter(const KvBlockNames& names, const KvPrompt& prompt);
   // A prompt has begun, with `cached` tokens from the cache and `computed` to compute. Counts has their sums.
   void CountTokens(int64_t cached, int64_t computed);

@@ -126,7 +126,8 @@ absl::StatusOr<KvDirectory::RunKv> KvDirectory::BeginRun(uint64_t run, const Pre
   Lease* const lease = found == leases_.end() ? nullptr : &found->second;
   const bool caches = cache_.value_or(true) && options.block_names != nullptr;
   const bool more_pieces = piece.tokens_ahead > 0;
-  const bool wanted = options.kv_lease.empty() ? caches && CachesAll(workers) : lease != nullptr;
+  const bool was_leased = !options.kv_lease.empty();
+  const bool wanted = lease != nullptr || (caches && (was_leased || CachesAll(workers)));
   const bool keeps = wanted || more_pieces;
   const bool leased = lease != nullptr && !more_pieces;
   std::optional<Place> expected;  // where the run was expected, and what is charged for it
@@ -232,8 +233,6 @@ KvSlabs KvDirectory::OnRunOver(uint64_t run, bool good, const Workers& workers) 
     miss_tokens_ += static_cast<uint64_t>(running.new_tokens);
   }
   ++version_;
-  if (!running.lease.empty() && lease == nullptr)
-    return {};  // it has ended, and its workers drop what they have
   if (lease != nullptr) {
     lease->over = true;
     lease->layers_done = shape_.layers;

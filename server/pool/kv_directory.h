@@ -16,7 +16,8 @@
 // the room of all that is to come is charged with the first. The lease is the last run's, and has it all.
 //
 // A run may begin behind what earlier runs of the same tenant computed: FindPrefix, before it is planned. A
-// run that is over is such a prefix for others, unless its lease ended before. held_runs.h has the account.
+// run that is over is such a prefix for others, also where its lease ended before. held_runs.h has the
+// account.
 //
 // Invariants: no worker is charged more than it offered; nothing is found after its lease; a worker that is
 // lost holds nothing.
@@ -113,7 +114,8 @@ class KvDirectory {
   bool CanFollow(const KvSlabs& prefix, const Workers& workers) const;
 
   // A run of a prompt, or of a piece of it, begins, by a plan behind the first tokens of `prefix`, if it has
-  // cached ones: where its ranks sit follows the prefix. A lease that has ended: the last run keeps nothing.
+  // cached ones: where its ranks sit follows the prefix. A lease that has ended: the run keeps what the cache
+  // may have, as if it ended after the run.
   // The caller has let go of the room that the piece before this one left ahead. RESOURCE_EXHAUSTED: as for
   // Admit; or not behind this prefix, which would take the room of what was promised to others.
   absl::StatusOr<RunKv> BeginRun(uint64_t run, const PrefillOptions& options, const KvSlabs& prefix,

@@ -213,6 +213,36 @@ TEST_F(CachedPrefixTest, TenantsSaltsAndWhoIgnoresTheCacheHaveNoneOfOthers) {
   EXPECT_EQ(counts.miss_tokens, 4 * 100u + 2 * 20u);
 }
 
+// Its client has what it wants, or wants it no more: what the run leaves serves others.
+TEST_F(CachedPrefixTest, ALeaseThatEndsWhileItsRunComputesLeavesAPrefix) {
+  class Releasing final : public PrefillObserver {
+   public:
+    Releasing(KvStore& store, std::string lease) : store_(store), lease_(std::move(lease)) {}
+    void OnLayerDone(int, int) override { store_.Release(lease_, ""); }
+
+   private:
+    KvStore& store_;
+    const std::string lease_;
+  };
+  std::mt19937_64 random(TestSeed());
+  const auto engine = Load(OptionsOf(ModelFamily::kLlama, 2));
+  KvStore& store = *engine->kv_store();
+  const std::vector<uint32_t> prompt = RandomTokens(100, random);
+  {
+    const auto kv = std::make_shared<KvPrompt>(KvShapeOf(engine->model()), std::ssize(prompt));
+    const auto lease = store.Admit(kv, "", absl::Hours(1));
+    ASSERT_TRUE(lease.ok()) << lease.status();
+    Releasing releasing(store, (*lease)->id());
+    const auto result = RunPrefill(*engine, {prompt, Cached(prompt, {.kv = kv})}, &releasing);
+    ASSERT_TRUE(result.ok()) << result.status();
+    EXPECT_EQ(store.counts().leases, 0);
+  }
+  EXPECT_EQ(store.counts().bytes, store.counts().cached_bytes);
+  const auto behind = RunPrefill(*engine, {prompt, Cached(prompt)});
+  ASSERT_TRUE(behind.ok()) << behind.status();
+  EXPECT_EQ(behind->cached_tokens, 80);
+}
+
 // Prompts that grow, branch, are kept or not, of tenants, salts, layouts and stripes, on all ranks or on
 // sub-meshes, in a store too small for all: beside an engine that keeps nothing.
 void TestHistory(const std::string& device) {

@@ -30,7 +30,7 @@ absl::StatusOr<std::shared_ptr<KvPrompt>> HeldKv::Begin(uint64_t run, const Keep
                                                         const std::shared_ptr<const KvSlabs>& prefix,
                                                         const TokenLayout& layout,
                                                         const std::vector<int>& ranks) {
-  Ends(keeping.lease);
+  End(keeping.lease, /*gives_up=*/true);
   std::vector<bool> here(layout.ranks());
   for (const int rank : ranks) here[rank] = true;
   const auto prompt =
@@ -42,6 +42,7 @@ absl::StatusOr<std::shared_ptr<KvPrompt>> HeldKv::Begin(uint64_t run, const Keep
     return absl::ResourceExhaustedError(
         absl::StrCat("no room for ", prompt->bytes(), " bytes of K and V that are to be cached"));
   }
+  if (keeping.cache) prompt->KeepWithoutLease();
   prompt->Begin(layout, prefix);
   const MutexLock lock(mu_);
   if (begun.held != nullptr) {
@@ -61,7 +62,7 @@ void HeldKv::Keep(uint64_t run) {
   begun = begun_.extract(run);
   if (begun.empty()) return;
   if (begun.mapped().held != nullptr) {
-    begun.mapped().held->Keep().IgnoreError();  // it has not ended: who ends it takes the run out
+    begun.mapped().held->Keep().IgnoreError();  // it may have ended, and the run is for the cache alone
   }
   if (begun.mapped().cache) cached_[run] = begun.mapped().prompt->slabs()->pieces.back().run;
 }
@@ -81,7 +82,9 @@ void HeldKv::Lasts(const std::string& lease, absl::Duration lasts) {
   }
 }
 
-void HeldKv::Ends(const std::string& lease) {
+void HeldKv::Ends(const std::string& lease) { End(lease, /*gives_up=*/false); }
+
+void HeldKv::End(const std::string& lease, bool gives_up) {
   decltype(begun_)::node_type begun;  // freed after the lock
   Entry ended;
   {
@@ -90,7 +93,8 @@ void HeldKv::Ends(const std::string& lease) {
     if (entry == entries_.end()) return;
     ended = std::move(entry->second);
     entries_.erase(entry);
-    begun = begun_.extract(ended.run);
+    const auto computes = begun_.find(ended.run);
+    if (computes != begun_.end() && (gives_up || !computes->second.cache)) begun = begun_.extract(computes);
   }
   store_.Release(ended.stored, ended.tenant);
 }

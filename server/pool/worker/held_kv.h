@@ -5,7 +5,8 @@
 //                      │                 └─► a prefix for later runs, until RunEnds ────────────────► gone
 //                      └──Drop: the run was stopped ────────────────────────────────────────────────► gone
 //
-// A lease holds the runs of its prefix, too. Readers may come while the run computes. A reader gives the
+// A lease that ends while its run computes leaves it to the later runs, where they may have it. A lease holds
+// the runs of its prefix, too. Readers may come while the run computes. A reader gives the
 // tokens of a range that are here. Thread-safe; memory is freed outside of the lock. Time is the caller's
 // clock.
 #ifndef MESHFILL_SERVER_POOL_WORKER_HELD_KV_H_
@@ -68,7 +69,7 @@ class HeldKv final : public KvSource {
   void Drop(uint64_t run);  // the run was stopped; nothing happens where it keeps nothing
 
   // The next three do nothing for a lease, or a run, that is not here. A run whose lease ends while it
-  // computes is not cached.
+  // computes keeps what it caches.
   void Lasts(const std::string& lease, absl::Duration lasts);
   void Ends(const std::string& lease);
   void RunEnds(uint64_t run);
@@ -96,6 +97,8 @@ class HeldKv final : public KvSource {
     bool cache = false;
   };
 
+  // `gives_up`: a run of it that computes keeps nothing for later prompts, either.
+  void End(const std::string& lease, bool gives_up);
   absl::StatusOr<std::shared_ptr<const KvPrompt>> Find(const std::string& lease, const std::string& tenant,
                                                        uint64_t run) const;
 

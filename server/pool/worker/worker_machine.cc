@@ -186,11 +186,13 @@ void WorkerMachine::OnRefused(const v1::Refused& refused, absl::Time now) {
 }
 
 // The host hears of it behind the Prepare of a run that was to keep K and V; a run that has none yet keeps
-// none.
+// what it caches alone.
 void WorkerMachine::OnKvEnds(const std::string& lease) {
   for (auto& [number, run] : runs_) {
     std::optional<HeldKv::Keeping>& kept = run.part.keep_kv;
-    if (run.phase == Phase::kReceiving && kept.has_value() && kept->lease == lease) kept.reset();
+    if (run.phase != Phase::kReceiving || !kept.has_value() || kept->lease != lease) continue;
+    if (!kept->cache) kept.reset();
+    if (kept.has_value()) kept->lease.clear();
   }
   actions_.push_back(KvEnds{lease});
 }

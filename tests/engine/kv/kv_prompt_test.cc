@@ -186,7 +186,7 @@ TEST(KvPromptTest, ALayerIsThereOnceItIsCopiedOrStaysOnItsDevice) {
 
 TEST(KvPromptTest, ItsOwnLaterRunsGetWhatNobodyElseReads) {
   KvPrompt prompt(kShape, 20);
-  prompt.KeepForRuns();
+  prompt.KeepWithoutLease();
   prompt.Begin(Striped(1, 20));
   prompt.Drop();
   EXPECT_TRUE(KeepValues(prompt, Striped(1, 20), 0, 0));

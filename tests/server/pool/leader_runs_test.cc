@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "engine/comm/gloo/gloo_rendezvous.h"
+#include "engine/kv/block_hash.h"
 #include "tests/server/pool/leader_fixture.h"
 
 namespace meshfill {
@@ -565,6 +566,46 @@ TEST_F(LeasesTest, ALeaseWhoseRunIsCancelledLeavesItsRoom) {
   leader_.CancelRequest(newest_, absl::CancelledError("enough"), now_);
   EXPECT_EQ(leader_.kv_counts().bytes, 0);
   EXPECT_TRUE(Admit("y").ok());
+}
+
+// As if it had ended after its run: later prompts begin with what it has.
+TEST_F(LeasesTest, ALeaseThatEndsBeforeItsRunLeavesAPrefix) {
+  const int64_t bytes = KvShapeOf(Shape()).LayerBytes(kTokens) * Shape().layers;
+  v1::Join offer = Offer("a");
+  offer.set_kv_memory_bytes(static_cast<uint64_t>(3 * bytes));
+  offer.set_kv_on_host(true);  // what no client wants kept is not cached
+  Join(1, offer);
+  const auto options_of = [](const std::string& lease, uint32_t id) {
+    BlockHasher hasher(/*block_tokens=*/8, "");
+    hasher.Append(std::vector<uint32_t>(kTokens, id));
+    PrefillOptions options = {.layout = LayoutKind::kStriped};
+    options.kv_lease = lease;
+    options.block_names =
+        std::make_shared<const KvBlockNames>(KvBlockNames{.block_tokens = 8, .hashes = hasher.hashes()});
+    return options;
+  };
+  // The first one's ends while it runs, the second one's while it waits.
+  for (const char* lease : {"x", "y"}) ASSERT_TRUE(Admit(lease).ok());
+  Submit(std::vector<uint32_t>(kTokens, 1), options_of("x", 1));
+  Prepare({1});
+  EXPECT_EQ(PrepareOf(1)->keep_kv().lease(), "x");
+  for (const char* lease : {"x", "y"}) leader_.kv().Release(lease, "t", now_);
+  Do();
+  EXPECT_EQ(sent_[1].back().kv_ends().lease(), "x");
+  EXPECT_EQ(leader_.kv_counts().leases, 0);
+  EXPECT_EQ(leader_.kv_counts().bytes, bytes) << "its run still has them";
+  RankDone(1, 0, kVocab);
+  Submit(std::vector<uint32_t>(kTokens, 2), options_of("y", 2));
+  Prepare({1});
+  EXPECT_EQ(PrepareOf(1)->keep_kv().lease(), "");
+  EXPECT_TRUE(PrepareOf(1)->keep_kv().cache());
+  RankDone(1, 0, kVocab);
+  for (const uint32_t id : {1, 2})
+    EXPECT_EQ(leader_.kv().LookUpPrefix(options_of("", id)).tokens(), kTokens) << id;
+  EXPECT_EQ(leader_.kv_counts().cached_bytes, 2 * bytes);
+  Submit(std::vector<uint32_t>(kTokens, 3), options_of("", 3));
+  Prepare({1});
+  EXPECT_FALSE(PrepareOf(1)->has_keep_kv()) << "nobody wanted it";
 }
 
 // ---- What dashboards see.

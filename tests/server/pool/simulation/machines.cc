@@ -267,7 +267,9 @@ void PoolSimulation::DoNodeActions(int index) {
       node.kv->Ends(ends->lease);
       for (auto& [run, host] : node.hosts) {  // that are still being prepared
         std::optional<HeldKv::Keeping>& keep = host.part.keep_kv;
-        if (host.kv == nullptr && keep.has_value() && keep->lease == ends->lease) keep.reset();
+        if (host.kv != nullptr || !keep.has_value() || keep->lease != ends->lease) continue;
+        if (!keep->cache) keep.reset();
+        if (keep.has_value()) keep->lease.clear();
       }
     } else if (auto* run_ends = std::get_if<WorkerMachine::KvRunEnds>(&action)) {
       node.kv->RunEnds(run_ends->run);

@@ -141,12 +141,35 @@ TEST_F(HeldKvTest, WhatALeaseLeavesServesLaterRuns) {
 TEST_F(HeldKvTest, WhatWasStoppedOrEndedIsNotCached) {
   ASSERT_TRUE(Run(1, Keeping("", true), 40, {}, /*over=*/false).ok());
   kv_.Drop(1);
-  ASSERT_TRUE(Run(2, Keeping("b", true), 40, {}, /*over=*/false).ok());
+  ASSERT_TRUE(Run(2, Keeping("b", false), 40, {}, /*over=*/false).ok());
   kv_.Ends("b");  // while it computes
   kv_.Keep(2);
   for (const uint64_t run : {1, 2}) EXPECT_FALSE(kv_.PrefixOf({{.run = run, .tokens = 8}}).ok());
   EXPECT_EQ(bytes(), 0);
   EXPECT_EQ(kv_.counts().leases, 0);
+}
+
+// As if its lease had ended after it: what is computed then, too, is there.
+TEST_F(HeldKvTest, ALeaseThatEndsWhileItsRunComputesLeavesItToTheCache) {
+  auto sink = kv_.Begin(1, Keeping("a", true), nullptr, Striped(40), {1});
+  ASSERT_TRUE(sink.ok()) << sink.status();
+  KeepValues(**sink, Striped(40), 1, 0);
+  kv_.Ends("a");
+  EXPECT_EQ(TokensRead("a"), -1);
+  EXPECT_EQ(kv_.counts().leases, 0);
+  EXPECT_EQ(bytes(), 20 * kTokenBytes);
+  KeepValues(**sink, Striped(40), 1, 1);
+  EXPECT_NE((*sink)->Layer(1), nullptr);
+  kv_.Keep(1);
+  sink->reset();
+  EXPECT_EQ((*kv_.PrefixOf({{.run = 1, .tokens = 40}}))->tokens(), 40);
+  kv_.RunEnds(1);
+  EXPECT_EQ(bytes(), 0);
+  // One that is begun again under its lease takes the room of the run before.
+  for (const uint64_t run : {2, 3}) ASSERT_TRUE(Run(run, Keeping("b", true), 120, {}, /*over=*/false).ok());
+  kv_.Drop(2);
+  kv_.Keep(3);
+  EXPECT_EQ(TokensRead("b"), 60);
 }
 
 // Slabs of gigabytes are freed meanwhile: what readers, runs and the leader's messages ask need not wait.

@@ -129,7 +129,8 @@ class WorkerMachineFixture : public testing::Test {
     sent_.clear();
     kv_.clear();
   }
-  void HearPrepare(uint64_t run, uint64_t reserve_bytes = 100, const std::string& lease = "") {
+  void HearPrepare(uint64_t run, uint64_t reserve_bytes = 100, const std::string& lease = "",
+                   bool cache = false) {
     Hear([&](v1::LeaderMessage& message) {
       v1::Prepare& prepare = *message.mutable_prepare();
       prepare.set_run(run);
@@ -138,6 +139,7 @@ class WorkerMachineFixture : public testing::Test {
       prepare.set_ranks(kRanks);
       prepare.set_reserve_bytes(reserve_bytes);
       if (!lease.empty()) prepare.mutable_keep_kv()->set_lease(lease);
+      if (cache) prepare.mutable_keep_kv()->set_cache(true);
     });
   }
   // The tokens of one seat, in two messages.

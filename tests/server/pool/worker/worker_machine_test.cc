@@ -123,6 +123,14 @@ TEST_F(WorkerMachineTest, KeepsNothingUnderALeaseThatEndedMeanwhile) {
     ASSERT_EQ(prepared_.size(), run - 4);
     EXPECT_EQ(prepared_.back().keep_kv.has_value(), run == 5);
   }
+  HearPrepare(7, 100, "lease", /*cache=*/true);
+  HearShard(7, 1);
+  Hear([](v1::LeaderMessage& message) { message.mutable_kv_ends()->set_lease("lease"); });
+  HearShard(7, 2);
+  ASSERT_EQ(prepared_.size(), 3u);
+  ASSERT_TRUE(prepared_.back().keep_kv.has_value()) << "for later prompts";
+  EXPECT_EQ(prepared_.back().keep_kv->lease, "");
+  EXPECT_TRUE(prepared_.back().keep_kv->cache);
 }
 
 TEST_F(WorkerMachineTest, ReservesNoMoreThanItOffers) {
