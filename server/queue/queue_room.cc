@@ -14,7 +14,6 @@ namespace meshfill {
 namespace {
 
 const std::string kOtherTenants = "other";  // in the load: those without a name in the configuration
-constexpr int kRefusalsShare = 20;          // at most 1/20 of the time goes to the turns that refusals tell
 constexpr double kWholeShare = 1 + 1e-9;    // sums of weights are rounded
 
 absl::Status Refuse(Refusal refusal, const std::string& message) {
@@ -200,8 +199,10 @@ std::vector<QueueRoom::LostPlace> QueueRoom::PlacesToTakeToPay(Ticket ticket, in
 absl::Status QueueRoom::MayEnter(const RunOrder::Job& job, int64_t tokens, const RunOrder& order) {
   RETURN_IF_ERROR(CheckSize(job.tenant, tokens));
   const absl::Status full = CheckBeside(ClaimsBeside(job.tenant), tokens);
-  return full.ok() ? CheckWait(job, order)
-                   : WithRetryForRoom(full, job, SecondsUntilRoom(job.tenant, tokens, order));
+  if (!full.ok()) return WithRetryForRoom(full, job, SecondsUntilRoom(job.tenant, tokens, order));
+  const absl::Time now = clock_();
+  if (IsSoonEnough(job, order.MostWaitSeconds(now), now)) return absl::OkStatus();
+  return CheckWaitOf(job, WaitSeconds(job, order));
 }
 
 absl::Status QueueRoom::WithRetryForRoom(const absl::Status& refused, const RunOrder::Job& job,
@@ -267,8 +268,20 @@ bool QueueRoom::IsSoonEnough(const RunOrder::Job& job, double wait_seconds, absl
 absl::Status QueueRoom::CheckWait(const RunOrder::Job& job, const RunOrder& order) const {
   const absl::Time now = clock_();
   if (IsSoonEnough(job, order.MostWaitSeconds(now), now)) return absl::OkStatus();
+  return CheckWaitOf(job, order.WaitSeconds(job, now));
+}
+
+double QueueRoom::WaitSeconds(const RunOrder::Job& job, const RunOrder& order) {
+  const absl::Time now = clock_();
+  const double least_seconds = refused_waits_.LeastSeconds(job, now);
+  if (!IsSoonEnough(job, least_seconds, now)) return least_seconds;
+  const double seconds = order.WaitSeconds(job, now);
+  if (!IsSoonEnough(job, seconds, now)) refused_waits_.Add(job, seconds, now, clock_());
+  return seconds;
+}
+
+absl::Status QueueRoom::CheckWaitOf(const RunOrder::Job& job, double wait_seconds) const {
   const double max_wait_seconds = absl::ToDoubleSeconds(limits_.max_wait);
-  const double wait_seconds = order.WaitSeconds(job, now);
   if (wait_seconds > max_wait_seconds) {
     return WithRetry(
         Refuse(Refusal::kQueueWait,

@@ -50,6 +50,7 @@
 #include "server/config/tenants.h"
 #include "server/observe/metrics.h"
 #include "server/queue/refusal.h"
+#include "server/queue/refused_waits.h"
 #include "server/queue/run_order.h"
 
 namespace meshfill {
@@ -97,7 +98,8 @@ class QueueRoom {
   // where that would not make it, or it may not enter all the same.
   std::vector<LostPlace> PlacesToTakeFor(const RunOrder::Job& job, int64_t tokens,
                                          const RunOrder& order) const;
-  // RESOURCE_EXHAUSTED: it may not. DEADLINE_EXCEEDED: its deadline has passed. `order` predicts.
+  // RESOURCE_EXHAUSTED: it may not. DEADLINE_EXCEEDED: its deadline has passed. `order` predicts; one that
+  // would wait too long may hear what another heard a moment ago (refused_waits.h).
   absl::Status MayEnter(const RunOrder::Job& job, int64_t tokens, const RunOrder& order);
 
   // Whether its turn comes soon enough. Errors: MayEnter's, of that alone.
@@ -166,6 +168,11 @@ class QueueRoom {
   absl::Status CheckBeside(const Claims& claims, int64_t tokens) const;
   absl::Status CheckQueue(const Claims& claims, int64_t tokens) const;   // of the queue's bounds
   absl::Status CheckTenant(const Claims& claims, int64_t tokens) const;  // of its tenant's
+  // Errors: CheckWait's, where its turn comes in so long.
+  absl::Status CheckWaitOf(const RunOrder::Job& job, double wait_seconds) const;
+  // Predicted, until its turn comes; or so long at least, where that is too long already. 0, where its work
+  // alone is.
+  double WaitSeconds(const RunOrder::Job& job, const RunOrder& order);
   // Whether its turn comes soon enough after so many seconds.
   bool IsSoonEnough(const RunOrder::Job& job, double wait_seconds, absl::Time now) const;
   // Takes all slow uploads, the furthest behind first.
@@ -193,6 +200,7 @@ class QueueRoom {
   RetryLine retry_line_;
   std::vector<RunOrder::Turn> recent_turns_;
   absl::Time recent_turns_until_ = absl::InfinitePast();
+  RefusedWaits refused_waits_;
 };
 
 }  // namespace meshfill

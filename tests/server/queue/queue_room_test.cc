@@ -371,6 +371,48 @@ TEST_F(QueueRoomTest, ADeadlineCountsWithAllThatMayBeCached) {
   EXPECT_TRUE(RetryAfter(room_->CheckDeadline(cold, 1)).has_value()) << "waiting is what is too long";
 }
 
+// What a flood of them costs is bounded: each hears what the first one's look at all that wait has found.
+TEST_F(QueueRoomTest, RefusalsByDeadlineShareALook) {
+  int looks = 0;  // at the clock; it goes on by a second at each, so that a look at the order takes one
+  room_ = std::make_unique<QueueRoom>(QueueRoom::Limits{}, [&] {
+    ++looks;
+    return now_ += absl::Seconds(1);
+  });
+  for (int i = 0; i < 20; ++i) {
+    const Ticket ticket = ++last_ticket_;
+    order_.Announce(ticket, {.tenant = "a", .work_seconds = 100}, now_);
+    order_.Complete(ticket, now_);
+  }
+  RunOrder::Job job = {
+      .tenant = "a", .priority = -1, .work_seconds = 500, .deadline = now_ + absl::Minutes(20)};
+  const auto refused = [&] {
+    looks = 0;
+    const absl::Status status = room_->MayEnter(job, 1, order_);
+    EXPECT_EQ(RefusalOf(status), Refusal::kDeadline) << status;
+    return absl::ToDoubleSeconds(RetryAfter(status).value_or(absl::ZeroDuration()));
+  };
+  EXPECT_NEAR(refused(), 2000, 1e-6);
+  const int first = looks;
+  for (int i = 1; i < 5; ++i) {
+    job.work_seconds += 10;
+    job.deadline += absl::Seconds(10);
+    EXPECT_NEAR(refused(), 2000, 1e-6);
+    EXPECT_EQ(looks, first - 1) << "the order was not asked";
+  }
+  RunOrder::Job higher = job, patient = job;
+  higher.priority = 1;
+  EXPECT_TRUE(room_->MayEnter(higher, 1, order_).ok());
+  patient.deadline = now_ + absl::Hours(1);
+  EXPECT_TRUE(room_->MayEnter(patient, 1, order_).ok());
+  for (Ticket ticket = 1; ticket <= 5; ++ticket) order_.Remove(ticket, now_);
+  now_ += absl::Seconds(21);
+  EXPECT_NEAR(refused(), 1500, 1e-6) << "after a while it looks again";
+  looks = 0;
+  job.deadline = now_ + absl::Seconds(100);
+  EXPECT_EQ(RetryAfter(room_->MayEnter(job, 1, order_)), std::nullopt) << "without any waiting, too";
+  EXPECT_EQ(looks, 3) << "the order was not asked";
+}
+
 // Neither does it wait for those whose places it takes.
 TEST_F(QueueRoomTest, WhoLosesItsPlaceHasNoTurnEither) {
   MakeRoom({.max_requests = 1, .max_wait = absl::Seconds(5)});
@@ -676,10 +718,12 @@ TEST_F(QueueRoomTest, OneMayEnterWhoseTurnComesSoonEnough) {
       ++enough;
       continue;
     }
-    ++(wait > max_wait ? too_long : too_late);
-    EXPECT_EQ(RefusalOf(may_enter), wait > max_wait ? Refusal::kQueueWait : Refusal::kDeadline) << may_enter;
+    const bool hopeless = job.work_seconds > left;  // without any waiting, too
+    const bool waits = wait > max_wait && !hopeless;
+    ++(waits ? too_long : too_late);
+    EXPECT_EQ(RefusalOf(may_enter), waits ? Refusal::kQueueWait : Refusal::kDeadline) << may_enter;
     // Until the wait is short enough, or until it is over; never where the work alone is too long.
-    const double retry = wait > max_wait ? wait - max_wait : job.work_seconds <= left ? wait : 0;
+    const double retry = hopeless ? 0 : waits ? wait - max_wait : wait;
     const absl::Duration least = retry > 0 ? QueueRoom::kLeastRetry : absl::ZeroDuration();
     EXPECT_NEAR(absl::ToDoubleSeconds(RetryAfter(may_enter).value_or(absl::ZeroDuration())),
                 std::max(retry, absl::ToDoubleSeconds(least)), 1e-6);
