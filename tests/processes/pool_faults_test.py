@@ -242,7 +242,7 @@ class PoolFaultsTest(PoolTestCase):
         for worker in workers:
             self.assertEqual(len([line for line in worker.lines if "joined the pool" in line]), 1)
 
-    def test_a_worker_of_another_version_or_epoch_is_refused(self):
+    def test_a_worker_of_another_version_is_refused_and_one_of_a_later_epoch_is_not(self):
         self.workers("a")
         version = re.search(rb"[\d.]+", run("--version").stdout).group()
 
@@ -261,10 +261,9 @@ class PoolFaultsTest(PoolTestCase):
         faults.set(clock_offset_seconds=-86400)  # a leader that believes in an earlier epoch
         self.leader_environment = faults.environment
         self.start_leader(f"pool.control_listen={self.control}")
-        self.assertEqual(later.process.wait(TIMEOUT_SECONDS), 1)
-        later.wait_for("refused this worker: the worker has heard of epoch")
-        self.assertEqual(self.logged('worker "later" refused'), 1)
-        self.worker("later").wait_for("joined the pool")  # started again, it knows of no epoch
+        later.wait_for("joined the pool", count=2)
+        self.assertIsNone(later.process.poll())
+        self.prefill(self.prompt)
 
     def test_workers_live_on_while_the_leader_is_killed_in_a_run(self):
         embedded = self.embedded("--tokens", self.prompt, "--tile", "2x1", "--ranks", 2)
