@@ -34,9 +34,12 @@ struct Family {
   const char* activation = "silu";
   bool has_experts = false;
   bool has_window = false;      // make-model may choose a sliding window
+  bool dense_layers = false;    // make-model may choose how many of the first layers are dense
   bool partial_rotary = false;  // partial_rotary_factor may say so
   bool local_rope = false;      // layers with a window have their own
   bool long_rope = false;       // longrope, that make-model may choose
+  // How many layers behind the last predict further tokens, as make-model may choose; null: there are none.
+  const char* next_layers_key = nullptr;
 
   const char* config_name() const { return model_type == nullptr ? name : model_type; }
 

@@ -63,14 +63,20 @@ absl::StatusOr<std::optional<json>> FindLanguageConfig(const json& config, const
   return language;
 }
 
-LanguageTensorNames LanguageTensorNames::In(const SafetensorsFolder& folder) {
+LanguageTensorNames LanguageTensorNames::Published() {
   LanguageTensorNames names;
-  const bool old = folder.Find("language_model.model.embed_tokens.weight") != nullptr;
-  names.model_ = old ? "language_model.model." : "model.language_model.";
-  if (old) names.lm_head_ = "language_model.lm_head.";
-  for (const char* part : {"vision_tower.", "multi_modal_projector."}) {
-    names.left_out_.push_back(absl::StrCat(old ? "" : "model.", part));
-  }
+  names.model_ = "language_model.model.";
+  names.lm_head_ = "language_model.lm_head.";
+  names.left_out_ = {"vision_tower.", "multi_modal_projector."};
+  return names;
+}
+
+LanguageTensorNames LanguageTensorNames::In(const SafetensorsFolder& folder) {
+  LanguageTensorNames names = Published();
+  if (folder.Find(names.InFolder("model.embed_tokens.weight")) != nullptr) return names;
+  names.model_ = "model.language_model.";
+  names.lm_head_ = "lm_head.";
+  for (std::string& part : names.left_out_) part = absl::StrCat("model.", part);
   return names;
 }
 

@@ -25,8 +25,10 @@ absl::StatusOr<std::optional<nlohmann::json>> FindLanguageConfig(const nlohmann:
 class LanguageTensorNames {
  public:
   LanguageTensorNames() = default;  // names of a folder with a language model alone
-  // Names in a folder whose language model is inside another: as published, or as transformers names them in
-  // memory and some tools write them.
+  // Names in a folder whose language model is inside another, as published.
+  static LanguageTensorNames Published();
+  // The same as the folder has them: as published, or as transformers names them in memory and some tools
+  // write them.
   static LanguageTensorNames In(const SafetensorsFolder& folder);
 
   std::string InFolder(absl::string_view name) const;

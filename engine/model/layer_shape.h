@@ -8,7 +8,6 @@
 #include <string>
 #include <vector>
 
-#include "engine/model/layer_part.h"
 #include "engine/model/model_config.h"
 #include "engine/model/model_shape.h"
 #include "kernels/dtype.h"

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <atomic>
 #include <cmath>
-#include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <span>
@@ -16,7 +15,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "engine/model/family.h"
-#include "engine/model/layer_shape.h"
+#include "engine/model/random_weights.h"
 #include "engine/model/safetensors_writer.h"
 #include "engine/model/strict_json.h"
 #include "kernels/return_if_error.h"
@@ -40,6 +39,33 @@ const char* TorchName(DType dtype) {
       return "bfloat16";
   }
   return "?";
+}
+
+// FP8 by blocks as the `fp8` method has it, and by rows or matrices as compressed-tensors has it, which takes
+// every linear layer that is not to be ignored.
+json Fp8Json(Fp8Scales scales) {
+  if (scales == Fp8Scales::kBlock) {
+    return {{"quant_method", "fp8"},
+            {"fmt", "e4m3"},
+            {"activation_scheme", "dynamic"},
+            {"weight_block_size", {128, 128}}};
+  }
+  const json weights = {{"num_bits", 8},
+                        {"type", "float"},
+                        {"strategy", scales == Fp8Scales::kChannel ? "channel" : "tensor"},
+                        {"symmetric", true},
+                        {"dynamic", false}};
+  const json activations = {
+      {"num_bits", 8}, {"type", "float"}, {"strategy", "token"}, {"symmetric", true}, {"dynamic", true}};
+  const json group = {{"targets", {"Linear"}},
+                      {"weights", weights},
+                      {"input_activations", activations},
+                      {"output_activations", nullptr}};
+  return {{"quant_method", "compressed-tensors"},
+          {"format", "float-quantized"},
+          {"quantization_status", "compressed"},
+          {"ignore", {"lm_head", "re:.*\\.gate$", "re:.*\\.router$"}},
+          {"config_groups", {{"group_0", group}}}};
 }
 
 // config.json in the spelling that every version of transformers reads.
@@ -68,11 +94,11 @@ json ConfigJson(const MakeModelOptions& options) {
       {"tie_word_embeddings", options.tied_embeddings},
   };
   family.write(options, config);
+  if (options.next_layers != 0) {
+    config[family.next_layers_key] = options.next_layers;
+  }
   if (options.dtype == DType::kF8E4M3) {
-    config["quantization_config"] = {{"quant_method", "fp8"},
-                                     {"fmt", "e4m3"},
-                                     {"activation_scheme", "dynamic"},
-                                     {"weight_block_size", {128, 128}}};
+    config["quantization_config"] = Fp8Json(options.fp8_scales);
   }
   if (options.dtype == DType::kF4E2M1) {
     config["quantization_config"] = {
@@ -81,192 +107,6 @@ json ConfigJson(const MakeModelOptions& options) {
          {"model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"}}};
   }
   return config;
-}
-
-// A tensor to be filled with random values of this mean and standard deviation.
-struct RandomTensor {
-  TensorSpec spec;
-  double mean;
-  double deviation;
-  bool bits = false;  // the elements are random bytes, all values alike
-};
-
-// Deviations keep the activations, and with them the logits, of order 1: a linear layer has 1/√in.
-std::vector<RandomTensor> ListTensors(const ModelConfig& config, DType dtype) {
-  constexpr double kNormDeviation = 0.1;
-  constexpr double kBiasDeviation = 0.1;
-  constexpr double kSinkDeviation = 1;     // scores have the same
-  constexpr double kFp8Deviation = 112;    // a quarter of the largest
-  constexpr double kScaleDeviation = 0.1;  // relative to the mean
-  constexpr double kFp4Deviation = 2.93;   // where all 16 values are alike
-  constexpr double kExponentDeviation = 0.5;
-  const ModelShape& shape = config.shape;
-  const ElementType type =
-      ElementTypeOf(dtype == DType::kF8E4M3 || dtype == DType::kF4E2M1 ? DType::kBf16 : dtype);
-  std::vector<RandomTensor> tensors;
-  const auto norm = [&](const std::string& name, int64_t width) {
-    tensors.push_back({{name, type, {width}}, 1 - config.norm_offset, kNormDeviation});
-  };
-  const auto matrix = [&](const std::string& name, std::vector<int64_t> extents, int64_t in) {
-    tensors.push_back({{name, type, std::move(extents)}, 0, 1 / std::sqrt(static_cast<double>(in))});
-  };
-  const auto linear = [&](const std::string& name, int64_t out, int64_t in) { matrix(name, {out, in}, in); };
-  const auto fp4 = [&](const LayerTensor& tensor, int layer) {
-    const int64_t copies = tensor.copies, out = tensor.out_features, blocks = tensor.in_features / kMxBlock;
-    const std::string name = tensor.WeightName(layer, 0);
-    const double exponent =
-        127 - std::log2(kFp4Deviation * std::sqrt(static_cast<double>(tensor.in_features)));
-    tensors.push_back(
-        {{name + "_blocks", ElementType::kU8, {copies, out, blocks, kMxBlock / 2}}, 0, 0, /*bits=*/true});
-    tensors.push_back(
-        {{name + "_scales", ElementType::kU8, {copies, out, blocks}}, exponent, kExponentDeviation});
-  };
-  const auto stacked = [&](const LayerTensor& tensor, int layer) {
-    if (config.shape.fp4_experts) {
-      fp4(tensor, layer);
-    } else {
-      matrix(tensor.WeightName(layer, 0), {tensor.copies, tensor.in_features, tensor.out_features},
-             tensor.in_features);
-    }
-    if (!tensor.bias) return;
-    tensors.push_back(
-        {{tensor.BiasName(layer, 0), type, {tensor.copies, tensor.out_features}}, 0, kBiasDeviation});
-  };
-  const auto fp8 = [&](const LayerTensor& tensor, int layer, int copy) {
-    const int64_t out = tensor.out_features, in = tensor.in_features;
-    const double scale = 1 / (kFp8Deviation * std::sqrt(static_cast<double>(in)));
-    tensors.push_back({{tensor.WeightName(layer, copy), ElementType::kF8E4M3, {out, in}}, 0, kFp8Deviation});
-    tensors.push_back({{tensor.ScalesName(layer, copy, config.fp8.scales),
-                        ElementType::kF32,
-                        {config.fp8.blocks.ScaleRows(out), config.fp8.blocks.ScaleColumns(in)}},
-                       scale,
-                       kScaleDeviation * scale});
-  };
-  const double embedding =
-      config.tied_embeddings ? 1 / std::sqrt(static_cast<double>(shape.hidden)) : 1 / config.embedding_scale;
-  tensors.push_back({{"model.embed_tokens.weight", type, {shape.vocab, shape.hidden}}, 0, embedding});
-  for (int layer = 0; layer < shape.layers; ++layer) {
-    for (const LayerTensor& tensor : LayerTensors(LayerShapeOf(config, layer))) {
-      if (tensor.stacked) {
-        stacked(tensor, layer);
-        continue;
-      }
-      for (int copy = 0; copy < tensor.copies; ++copy) {
-        const std::string name = tensor.WeightName(layer, copy);
-        if (tensor.is_norm()) {
-          norm(name, tensor.out_features);
-        } else if (tensor.is_vector()) {
-          const bool sinks = tensor.part == LayerPart::kSinks;
-          tensors.push_back(
-              {{name, type, {tensor.out_features}}, 0, sinks ? kSinkDeviation : kBiasDeviation});
-        } else if (config.fp8.scales != nullptr && tensor.may_be_fp8()) {
-          fp8(tensor, layer, copy);
-        } else {
-          linear(name, tensor.out_features, tensor.in_features);
-        }
-        if (tensor.bias) {
-          tensors.push_back({{tensor.BiasName(layer, copy), type, {tensor.out_features}}, 0, kBiasDeviation});
-        }
-      }
-    }
-  }
-  norm("model.norm.weight", shape.hidden);
-  if (!config.tied_embeddings) linear("lm_head.weight", shape.vocab, shape.hidden);
-  return tensors;
-}
-
-// ---- Random values: a pure function of (stream, index), in integers up to the last, exact multiplication,
-// so that every machine makes the same bytes.
-
-constexpr uint64_t kGoldenRatio = 0x9e3779b97f4a7c15u;
-
-constexpr uint64_t Mix(uint64_t x) {  // SplitMix64's finaliser
-  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
-  x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
-  return x ^ (x >> 31);
-}
-
-// Close to normal: the sum of four uniform numbers (Irwin–Hall), mean 0, deviation 1.
-constexpr double NearNormal(uint64_t stream, uint64_t index) {
-  constexpr double kUnitsPerDeviation = 37837.22;  // √(4 · 2³² / 12)
-  const uint64_t bits = Mix(stream + index * kGoldenRatio);
-  const int64_t sum =
-      static_cast<int64_t>((bits & 0xffff) + (bits >> 16 & 0xffff) + (bits >> 32 & 0xffff) + (bits >> 48));
-  return static_cast<double>(sum - 2 * 0xffff) * (1 / kUnitsPerDeviation);
-}
-
-// Round to nearest even, subnormals included; for magnitudes below 65504.
-uint16_t HalfFromFloat(float value) {
-  const uint16_t sign = std::signbit(value) ? 0x8000 : 0;
-  const float magnitude = std::fabs(value);
-  const int unit = std::max(std::ilogb(magnitude), -14) - 10;  // the last mantissa bit's value is 2^unit
-  const int steps =
-      static_cast<int>(std::nearbyint(std::ldexp(magnitude, -unit)));  // exact but for the rounding
-  // In a normal number, the leading bit of `steps` adds the one that is missing in the exponent's field.
-  return static_cast<uint16_t>(sign + ((unit + 24) << 10) + steps);
-}
-
-// Rounds to E4M3 as HalfFromFloat does to f16. Magnitudes are up to 448.
-uint8_t Fp8FromFloat(float value) {
-  const uint8_t sign = std::signbit(value) ? 0x80 : 0;
-  const float magnitude = std::fabs(value);
-  const int unit = std::max(std::ilogb(magnitude), -6) - 3;
-  const int steps = static_cast<int>(std::nearbyint(std::ldexp(magnitude, -unit)));
-  return static_cast<uint8_t>(sign + ((unit + 9) << 3) + steps);
-}
-
-template <typename Element, typename Convert>
-absl::Status AppendRandom(const RandomTensor& tensor, uint64_t stream, Convert convert,
-                          SafetensorsWriter& writer) {
-  constexpr int64_t kSliceElements = 1 << 16;
-  const int64_t elements = tensor.spec.size_bytes() / static_cast<int64_t>(sizeof(Element));
-  std::vector<Element> slice(std::min(elements, kSliceElements));
-  for (int64_t begin = 0; begin < elements; begin += kSliceElements) {
-    const int64_t count = std::min(kSliceElements, elements - begin);
-    for (int64_t i = 0; i < count; ++i) {
-      const double value =
-          tensor.mean + tensor.deviation * NearNormal(stream, static_cast<uint64_t>(begin + i));
-      slice[i] = convert(static_cast<float>(value));
-    }
-    const std::span<const Element> written(slice.data(), count);
-    RETURN_IF_ERROR(writer.Append(std::as_bytes(written)));
-  }
-  return absl::OkStatus();
-}
-
-absl::Status AppendRandomBits(const RandomTensor& tensor, uint64_t stream, SafetensorsWriter& writer) {
-  constexpr int64_t kSliceBytes = 1 << 16;
-  const int64_t size = tensor.spec.size_bytes();
-  std::vector<std::byte> slice(std::min(size, kSliceBytes));
-  for (int64_t begin = 0; begin < size; begin += kSliceBytes) {
-    const int64_t count = std::min(kSliceBytes, size - begin);
-    for (int64_t i = 0; i < count; ++i) {
-      slice[i] = static_cast<std::byte>(Mix(stream + static_cast<uint64_t>(begin + i) * kGoldenRatio) >> 56);
-    }
-    RETURN_IF_ERROR(writer.Append(std::span(slice).first(static_cast<size_t>(count))));
-  }
-  return absl::OkStatus();
-}
-
-absl::Status AppendTensor(const RandomTensor& tensor, uint64_t stream, SafetensorsWriter& writer) {
-  switch (tensor.spec.type) {
-    case ElementType::kF32:
-      return AppendRandom<float>(
-          tensor, stream, [](float x) { return x; }, writer);
-    case ElementType::kBf16:
-      return AppendRandom<uint16_t>(
-          tensor, stream, [](float x) { return BFloat16::FromFloat(x).bits; }, writer);
-    case ElementType::kF16:
-      return AppendRandom<uint16_t>(tensor, stream, HalfFromFloat, writer);
-    case ElementType::kF8E4M3:
-      return AppendRandom<uint8_t>(tensor, stream, Fp8FromFloat, writer);
-    case ElementType::kU8:
-      if (tensor.bits) return AppendRandomBits(tensor, stream, writer);
-      return AppendRandom<uint8_t>(
-          tensor, stream, [](float x) { return static_cast<uint8_t>(std::lround(x)); }, writer);
-    default:
-      return absl::InternalError(absl::StrCat(tensor.spec.name, ": of a dtype that is never made"));
-  }
 }
 
 // ---- Files.
@@ -302,13 +142,12 @@ absl::Status WriteText(const fs::path& path, const std::string& text) {
 }
 
 absl::Status WriteShard(const fs::path& path, std::span<const RandomTensor> tensors, size_t first_tensor,
-                        const MakeModelOptions& options) {
+                        uint64_t seed) {
   std::vector<TensorSpec> specs;
   for (const RandomTensor& tensor : tensors) specs.push_back(tensor.spec);
   ASSIGN_OR_RETURN(SafetensorsWriter writer, SafetensorsWriter::Create(path.string(), specs));
   for (size_t i = 0; i < tensors.size(); ++i) {
-    const uint64_t stream = Mix(Mix(options.seed) + first_tensor + i + 1);
-    RETURN_IF_ERROR(AppendTensor(tensors[i], stream, writer));
+    RETURN_IF_ERROR(AppendRandomTensor(tensors[i], seed, first_tensor + i, writer));
   }
   return writer.Finish();
 }
@@ -317,7 +156,7 @@ absl::Status WriteShard(const fs::path& path, std::span<const RandomTensor> tens
 // them in turn. The first failure in their order; once a shard has failed, no other is begun.
 absl::Status WriteShards(const fs::path& folder, std::span<const std::string> names,
                          std::span<const Shard> shards, std::span<const RandomTensor> tensors,
-                         const MakeModelOptions& options) {
+                         uint64_t seed) {
   std::vector<absl::Status> written(shards.size());
   std::atomic<size_t> next{0};
   std::atomic<bool> failed{false};
@@ -325,7 +164,7 @@ absl::Status WriteShards(const fs::path& folder, std::span<const std::string> na
     for (size_t i = next++; i < shards.size() && !failed; i = next++) {
       const Shard& shard = shards[i];
       written[i] = WriteShard(folder / names[i], tensors.subspan(shard.begin, shard.end - shard.begin),
-                              shard.begin, options);
+                              shard.begin, seed);
       if (!written[i].ok()) failed = true;
     }
   };
@@ -343,10 +182,10 @@ absl::Status WriteShards(const fs::path& folder, std::span<const std::string> na
   return absl::OkStatus();
 }
 
-absl::Status WriteWeights(const fs::path& folder, std::span<const RandomTensor> tensors,
-                          const MakeModelOptions& options) {
-  const std::vector<Shard> shards = DealShards(tensors, options.shard_bytes);
-  if (shards.size() == 1) return WriteShard(folder / "model.safetensors", tensors, 0, options);
+absl::Status WriteWeights(const fs::path& folder, std::span<const RandomTensor> tensors, uint64_t seed,
+                          int64_t shard_bytes) {
+  const std::vector<Shard> shards = DealShards(tensors, shard_bytes);
+  if (shards.size() == 1) return WriteShard(folder / "model.safetensors", tensors, 0, seed);
   std::vector<std::string> names;
   json weight_map = json::object();
   int64_t total_bytes = 0;
@@ -357,7 +196,7 @@ absl::Status WriteWeights(const fs::path& folder, std::span<const RandomTensor> 
       total_bytes += tensor.spec.size_bytes();
     }
   }
-  RETURN_IF_ERROR(WriteShards(folder, names, shards, tensors, options));
+  RETURN_IF_ERROR(WriteShards(folder, names, shards, tensors, seed));
   const json index = {{"metadata", {{"total_size", total_bytes}}}, {"weight_map", weight_map}};
   return WriteText(folder / "model.safetensors.index.json", index.dump(2) + "\n");
 }
@@ -377,6 +216,21 @@ absl::Status CheckOptions(const MakeModelOptions& options) {
         absl::StrCat("experts, experts_used and expert_width are for families with experts, which ",
                      FamilyOf(options.family).name, " is not; leave them out"));
   }
+  if (options.dense_layers.has_value() && !FamilyOf(options.family).dense_layers) {
+    return absl::InvalidArgumentError(
+        "dense_layers is for qwen3_moe and glm4_moe alone; leave it out or make such a model");
+  }
+  if (const int dense = options.dense_layers.value_or(0); dense < 0 || dense > options.layers) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("dense_layers must be from 0 to the ", options.layers, " layers"));
+  }
+  if (options.next_layers != 0 && FamilyOf(options.family).next_layers_key == nullptr) {
+    return absl::InvalidArgumentError(
+        "next_layers is for glm4_moe and minimax_m2 alone; leave it out or make such a model");
+  }
+  if (options.fp8_scales != Fp8Scales::kBlock && options.dtype != DType::kF8E4M3) {
+    return absl::InvalidArgumentError("fp8_scales is for weights in fp8 alone; choose that dtype");
+  }
   if (options.dtype == DType::kF4E2M1 && options.family != ModelFamily::kGptOss) {
     return absl::InvalidArgumentError(
         "weights in mxfp4 are for gpt-oss alone; choose another dtype or make a gpt-oss model");
@@ -384,7 +238,6 @@ absl::Status CheckOptions(const MakeModelOptions& options) {
   if (!std::isfinite(options.rope_theta)) {
     return absl::InvalidArgumentError("rope_theta must be a finite number");
   }
-  if (options.shard_bytes < 1) return absl::InvalidArgumentError("shard_bytes must be at least 1");
   return absl::OkStatus();
 }
 
@@ -397,17 +250,28 @@ absl::Status CreateFolder(const fs::path& folder) {
   return absl::AlreadyExistsError(absl::StrCat(folder.string(), ": is not empty; name a new folder"));
 }
 
+// `text`: the config.json's, which `path` names. Through the parser, so that what is made can be loaded.
+absl::Status MakeFolder(const std::string& text, const std::string& path, uint64_t seed, int64_t shard_bytes,
+                        const fs::path& folder) {
+  if (shard_bytes < 1) return absl::InvalidArgumentError("shard_bytes must be at least 1");
+  ASSIGN_OR_RETURN(const ModelConfig config, ModelConfig::Parse(text, path));
+  RETURN_IF_ERROR(CreateFolder(folder));
+  RETURN_IF_ERROR(WriteText(folder / "config.json", text));
+  return WriteWeights(folder, RandomWeightsOf(config), seed, shard_bytes);
+}
+
 }  // namespace
 
 absl::Status MakeModel(const MakeModelOptions& options, const std::string& folder) {
   RETURN_IF_ERROR(CheckOptions(options));
-  // Through the parser, so that what is made can be loaded.
-  const std::string text = ConfigJson(options).dump(2) + "\n";
-  ASSIGN_OR_RETURN(const ModelConfig config, ModelConfig::Parse(text, "the model to make"));
+  return MakeFolder(ConfigJson(options).dump(2) + "\n", "the model to make", options.seed,
+                    options.shard_bytes, folder);
+}
 
-  RETURN_IF_ERROR(CreateFolder(folder));
-  RETURN_IF_ERROR(WriteText(fs::path(folder) / "config.json", text));
-  return WriteWeights(folder, ListTensors(config, options.dtype), options);
+absl::Status MakeModelOf(const std::string& config_path, uint64_t seed, int64_t shard_bytes,
+                         const std::string& folder) {
+  ASSIGN_OR_RETURN(const std::string text, ReadJsonText(config_path));
+  return MakeFolder(text, config_path, seed, shard_bytes, folder);
 }
 
 }  // namespace meshfill

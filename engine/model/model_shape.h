@@ -7,7 +7,6 @@
 #include <span>
 #include <vector>
 
-#include "engine/model/layer_part.h"
 #include "kernels/dtype.h"
 
 namespace meshfill {
@@ -27,6 +26,42 @@ enum class Activation {
 enum class LayerRope {
   kMain,
   kLocal,  // a separate one for layers with a window
+};
+
+// What a tensor of the layer is for. The linear layers of one part are stacked into one product.
+enum class LayerPart {
+  kAttentionNorm,
+  kQkv,
+  kQNorm,
+  kKNorm,
+  kSinks,
+  kO,
+  kAttentionPostNorm,
+  kMlpNorm,
+  kGateUp,
+  kDown,
+  kMlpPostNorm,
+  kRouter,
+  kRouterCorrection,
+  kSharedGateUp,
+  kSharedDown,
+  kExpertGateUp,
+  kExpertDown,
+};
+
+// A set of parts.
+class LayerParts {
+ public:
+  void Add(LayerPart part) { bits_ |= Bit(part); }
+  bool Has(LayerPart part) const { return (bits_ & Bit(part)) != 0; }
+  bool empty() const { return bits_ == 0; }
+  uint32_t bits() const { return bits_; }  // a number for each set
+  auto operator<=>(const LayerParts&) const = default;
+
+ private:
+  static constexpr uint32_t Bit(LayerPart part) { return uint32_t{1} << static_cast<int>(part); }
+
+  uint32_t bits_ = 0;
 };
 
 // What the layers of one model may differ in.

@@ -387,9 +387,11 @@ class CliTest(CliTestCase):
             self.check_prefill_object(result, len(self.ids), ranks=4)
 
     def test_models_of_narrow_weights_run(self):
-        for arch, dtype in (("qwen3", "fp8"), ("qwen3_moe", "fp8"), ("gpt_oss", "mxfp4")):
-            folder = self.tmp / f"model-{arch}-{dtype}"
-            self.succeed("make-model", "--arch", arch, "--out", folder, "--hidden", 192, "--layers", 1, "--dtype", dtype)
+        rows = ("--fp8-scales", "channel")
+        for arch, dtype, *options in (("qwen3", "fp8"), ("qwen3", "fp8", *rows), ("qwen3_moe", "fp8"), ("glm4_moe", "fp8", *rows),
+                                      ("gpt_oss", "mxfp4")):
+            folder = self.tmp / f"model-{arch}-{dtype}{len(options)}"
+            self.succeed("make-model", "--arch", arch, "--out", folder, "--hidden", 192, "--layers", 2, "--dtype", dtype, *options)
             result = self.embedded("--model", folder, "--tokens", self.prompt)
             self.check_prefill_object(result, len(self.ids), ranks=4)
 
@@ -539,6 +541,9 @@ class CliTest(CliTestCase):
             (["plan", "--config", config, "--tokens", 9, "--tile", "5x1"], r"5x1.*4"),
             (["make-model", "--arch", "gpt", "--out", self.tmp / "x"], r"--arch.*gpt.*llama"),
             (["make-model", "--arch", "llama"], r"--out"),
+            (["make-model", "--out", self.tmp / "x"], r"--arch.*--config-json"),
+            (["make-model", "--out", self.tmp / "x", "--config-json", self.tmp / "none.json"], r"none\.json"),
+            (["make-model", "--out", self.tmp / "x", "--config-json", "x", "--layers", 2], r"--layers"),
             (["make-model", "--arch", "llama", "--out", self.model], r"model"),
             (["make-model", "--arch", "llama", "--out", self.tmp / "x", "--heads", 4, "--kv-heads", 3], r"key_value_heads"),
             (["make-model", "--arch", "llama", "--out", self.tmp / "x", "--layers", 0], r"--layers"),

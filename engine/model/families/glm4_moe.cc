@@ -52,7 +52,7 @@ void Read(JsonKeys& keys, ModelConfig& config) {
 void Write(const MakeModelOptions& options, nlohmann::json& config) {
   WriteExperts(options, kKeys, config);
   config["n_shared_experts"] = 1;
-  config["first_k_dense_replace"] = 1;
+  config["first_k_dense_replace"] = options.dense_layers.value_or(1);
   config["use_qk_norm"] = true;
   config["norm_topk_prob"] = true;
   config["n_group"] = 1;
@@ -76,7 +76,9 @@ const Family kGlm4MoeFamily = {.family = ModelFamily::kGlm4Moe,
                                .context_tokens = 131072,
                                .norm_eps = 1e-5,
                                .has_experts = true,
+                               .dense_layers = true,
                                .partial_rotary = true,
+                               .next_layers_key = "num_nextn_predict_layers",
                                .read = Read,
                                .write = Write};
 

@@ -79,6 +79,7 @@ const Family kMiniMaxM2Family = {.family = ModelFamily::kMiniMaxM2,
                                  .context_tokens = 196608,
                                  .has_experts = true,
                                  .partial_rotary = true,
+                                 .next_layers_key = "num_mtp_modules",
                                  .read = Read,
                                  .write = Write};
 

@@ -60,6 +60,9 @@ void Read(JsonKeys& keys, ModelConfig& config) {
 void Write(const MakeModelOptions& options, json& config) {
   WriteExperts(options, kKeys, config);
   config["norm_topk_prob"] = true;
+  for (int layer = 0; layer < options.dense_layers.value_or(0); ++layer) {
+    config["mlp_only_layers"].push_back(layer);
+  }
 }
 
 }  // namespace
@@ -76,6 +79,7 @@ const Family kQwen3MoeFamily = {.family = ModelFamily::kQwen3Moe,
                                 .vocab = 151936,
                                 .context_tokens = 32768,
                                 .has_experts = true,
+                                .dense_layers = true,
                                 .read = Read,
                                 .write = Write};
 

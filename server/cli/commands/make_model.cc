@@ -1,6 +1,9 @@
 #include "server/cli/commands/make_model.h"
 
 #include <cstdio>
+#include <optional>
+#include <set>
+#include <string>
 
 #include "absl/strings/str_cat.h"
 #include "engine/model/family.h"
@@ -26,13 +29,27 @@ absl::StatusOr<DType> ParseWeightDType(const std::string& name) {
       absl::StrCat("'", name, "' is no dtype of weights; use bf16, f16, f32, fp8 or mxfp4"));
 }
 
+absl::StatusOr<Fp8Scales> ParseFp8Scales(const std::string& name) {
+  if (name == "block") return Fp8Scales::kBlock;
+  if (name == "channel") return Fp8Scales::kChannel;
+  if (name == "tensor") return Fp8Scales::kTensor;
+  return absl::InvalidArgumentError(
+      absl::StrCat("'", name, "' is nothing that shares a scale; use block, channel or tensor"));
+}
+
 class MakeModelCommand : public Command {
  public:
   explicit MakeModelCommand(CLI::App& parent)
       : Command(
             parent.add_subcommand("make-model", "Write a model of random weights as a Hugging Face folder")) {
-    AddParsedOption(*app_, "--arch", options_.family, ParseFamily, "NAME", FamilyNames())->required();
+    AddParsedOption(*app_, "--arch", family_, ParseFamily, "NAME",
+                    FamilyNames() + "; needed without --config-json");
     app_->add_option("--out", folder_, "Folder to create")->type_name("DIR")->required();
+    CLI::Option* config =
+        app_->add_option(
+                "--config-json", config_path_,
+                "Make the model of this config.json, any that a server loads; the folder gets a copy")
+            ->type_name("FILE");
     AddCount(*app_, "--layers", options_.layers, "Layers");
     AddCount(*app_, "--hidden", options_.hidden, "Width of the residual stream");
     AddCount(*app_, "--intermediate", options_.intermediate,
@@ -51,26 +68,54 @@ class MakeModelCommand : public Command {
              "Experts that each token goes through (default: 2)");
     AddCount(*app_, "--expert-width", options_.expert_width,
              "Width of an expert (default: as --intermediate)");
+    app_->add_option("--dense-layers", options_.dense_layers,
+                     "First layers without experts, of qwen3_moe (default: 0) and glm4_moe (1) alone")
+        ->type_name("N")
+        ->check(WholeNumber(0));
+    AddCount(
+        *app_, "--next-layers", options_.next_layers,
+        "Layers that predict further tokens, which a prefill leaves out, of glm4_moe and minimax_m2 alone");
     app_->add_option("--rope-theta", options_.rope_theta, "Base of the rotary embedding")
         ->check(PositiveNumber())
         ->capture_default_str();
     app_->add_flag("--tied", options_.tied_embeddings, "The LM head shares the embedding table");
+    AddParsedOption(*app_, "--dtype", options_.dtype, ParseWeightDType, "NAME",
+                    "Of the weights: bf16 (default), f16, f32, fp8 (see --fp8-scales) or mxfp4 (gpt_oss's "
+                    "experts); the rest is then in bf16");
     AddParsedOption(
-        *app_, "--dtype", options_.dtype, ParseWeightDType, "NAME",
-        "Of the weights: bf16 (default), f16, f32, fp8 (in blocks of 128 x 128) or mxfp4 (gpt_oss's "
-        "experts); the rest is then in bf16");
+        *app_, "--fp8-scales", options_.fp8_scales, ParseFp8Scales, "NAME",
+        "What shares a scale of --dtype fp8: block (default: of 128 x 128), or channel (a row) or "
+        "tensor, both in the form of compressed-tensors");
     app_->add_option("--seed", options_.seed, "Same options and seed: same bytes")->capture_default_str();
     AddCount(*app_, "--shard-bytes", options_.shard_bytes,
              "Largest file; a larger model is split, with an index");
+    const std::set<std::string> with_config = {"--help", "--config-json", "--out", "--seed", "--shard-bytes"};
+    for (CLI::Option* option : app_->get_options()) {
+      if (!with_config.contains(option->get_name())) config->excludes(option);
+    }
   }
 
   absl::Status Run() override {
-    RETURN_IF_ERROR(MakeModel(options_, folder_));
+    RETURN_IF_ERROR(Make());
     std::printf("%s\n", folder_.c_str());
     return absl::OkStatus();
   }
 
  private:
+  absl::Status Make() {
+    if (!config_path_.empty()) {
+      return MakeModelOf(config_path_, options_.seed, options_.shard_bytes, folder_);
+    }
+    if (!family_.has_value()) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("nothing to make; give --arch ", FamilyNames(), ", or --config-json FILE"));
+    }
+    options_.family = *family_;
+    return MakeModel(options_, folder_);
+  }
+
+  std::optional<ModelFamily> family_;
+  std::string config_path_;
   MakeModelOptions options_;
   std::string folder_;
 };

@@ -468,6 +468,24 @@ TEST(MakeModelTest, RefusesOptionsThatNoModelHas) {
          o.sliding_window = -8;
        }},
       {"mxfp4", [](MakeModelOptions& o) { o.dtype = DType::kF4E2M1; }},  // likewise
+      {"dense_layers", [](MakeModelOptions& o) { o.dense_layers = 0; }},
+      {"next_layers", [](MakeModelOptions& o) { o.next_layers = 1; }},
+      {"fp8_scales", [](MakeModelOptions& o) { o.fp8_scales = Fp8Scales::kChannel; }},  // of bf16
+      {"the 2 layers",
+       [](MakeModelOptions& o) {
+         o.family = ModelFamily::kQwen3Moe;
+         o.dense_layers = 3;
+       }},
+      {"dense_layers must be from 0",
+       [](MakeModelOptions& o) {
+         o.family = ModelFamily::kGlm4Moe;
+         o.dense_layers = -1;
+       }},
+      {"num_mtp_modules",
+       [](MakeModelOptions& o) {
+         o.family = ModelFamily::kMiniMaxM2;
+         o.next_layers = 65;
+       }},
       {"rope_theta", [](MakeModelOptions& o) { o.rope_theta = NAN; }},
       {"rope_theta", [](MakeModelOptions& o) { o.rope_theta = 0; }},
       {"shard_bytes", [](MakeModelOptions& o) { o.shard_bytes = 0; }},

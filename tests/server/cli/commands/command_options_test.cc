@@ -42,24 +42,28 @@ ID!
 --server-name
 --token-file
 make-model
---arch!
+--arch excludes --config-json
 --out!
---layers=2
---hidden=256
---intermediate
---heads=4
---kv-heads=2
---head-dim
---vocab=256
---context=4194304
---original-context
---sliding-window
---experts
---experts-used
---expert-width
---rope-theta=1e+06
---tied
---dtype
+--config-json excludes --arch excludes --context excludes --dense-layers excludes --dtype excludes --expert-width excludes --experts excludes --experts-used excludes --fp8-scales excludes --head-dim excludes --heads excludes --hidden excludes --intermediate excludes --kv-heads excludes --layers excludes --next-layers excludes --original-context excludes --rope-theta excludes --sliding-window excludes --tied excludes --vocab
+--layers=2 excludes --config-json
+--hidden=256 excludes --config-json
+--intermediate excludes --config-json
+--heads=4 excludes --config-json
+--kv-heads=2 excludes --config-json
+--head-dim excludes --config-json
+--vocab=256 excludes --config-json
+--context=4194304 excludes --config-json
+--original-context excludes --config-json
+--sliding-window excludes --config-json
+--experts excludes --config-json
+--experts-used excludes --config-json
+--expert-width excludes --config-json
+--dense-layers excludes --config-json
+--next-layers excludes --config-json
+--rope-theta=1e+06 excludes --config-json
+--tied excludes --config-json
+--dtype excludes --config-json
+--fp8-scales excludes --config-json
 --seed=1
 --shard-bytes=2147483648
 plan
@@ -219,6 +223,7 @@ TEST(MakeModelCommand, PassesEveryOptionOn) {
                               .seed = 7,
                               .shard_bytes = 150'000};
   MakeModelOptions tied = options, windowed = options, experts = options, stretched = options;
+  MakeModelOptions next = options, channels = options, matrices = options;
   tied.family = ModelFamily::kQwen3;
   tied.tied_embeddings = true;
   tied.dtype = DType::kF16;
@@ -229,13 +234,25 @@ TEST(MakeModelCommand, PassesEveryOptionOn) {
   experts.experts = 5;
   experts.experts_used = 3;
   experts.expert_width = 48;
+  experts.dense_layers = 2;
   stretched.family = ModelFamily::kPhi3;
   stretched.original_context_tokens = 1024;
+  next.family = ModelFamily::kGlm4Moe;
+  next.dense_layers = 0;
+  next.next_layers = 1;
+  channels.dtype = matrices.dtype = DType::kF8E4M3;
+  channels.fp8_scales = Fp8Scales::kChannel;
+  matrices.fp8_scales = Fp8Scales::kTensor;
   for (const auto& [arch, own, made] :
        {std::tuple<std::string, Words, MakeModelOptions>("llama", {}, options),
         {"qwen3", {"--tied", "--dtype", "f16"}, tied},
         {"mistral", {"--sliding-window", "77", "--dtype", "f32"}, windowed},
-        {"qwen3_moe", {"--experts", "5", "--experts-used", "3", "--expert-width", "48"}, experts},
+        {"qwen3_moe",
+         {"--experts", "5", "--experts-used", "3", "--expert-width", "48", "--dense-layers", "2"},
+         experts},
+        {"glm4_moe", {"--dense-layers", "0", "--next-layers", "1"}, next},
+        {"llama", {"--dtype", "fp8", "--fp8-scales", "channel"}, channels},
+        {"llama", {"--dtype", "fp8", "--fp8-scales", "tensor"}, matrices},
         {"phi3", {"--original-context", "1024"}, stretched}}) {
     const TempFolder folder;
     ASSERT_TRUE(MakeModel(made, folder / "expected").ok()) << arch;
@@ -267,6 +284,32 @@ TEST(MakeModelCommand, KnowsEveryDType) {
   EXPECT_EQ(RunCommand(AddMakeModelCommand, {"make-model", "--arch", "llama", "--out", "x", "--dtype", "f64"})
                 .status.message(),
             "--dtype: 'f64' is no dtype of weights; use bf16, f16, f32, fp8 or mxfp4");
+  EXPECT_EQ(
+      RunCommand(AddMakeModelCommand, {"make-model", "--arch", "llama", "--out", "x", "--fp8-scales", "row"})
+          .status.message(),
+      "--fp8-scales: 'row' is nothing that shares a scale; use block, channel or tensor");
+}
+
+// The folder of a config.json that it made is made again, with another seed in other files.
+TEST(MakeModelCommand, MakesTheModelOfAConfig) {
+  const TempFolder folder;
+  const MakeModelOptions options = {.hidden = 96, .seed = 7, .shard_bytes = 150'000};
+  ASSERT_TRUE(MakeModel(options, folder / "expected").ok());
+  const Ran ran =
+      RunCommand(AddMakeModelCommand, {"make-model", "--config-json", folder / "expected/config.json",
+                                       "--out", folder / "made", "--seed", "7", "--shard-bytes", "150000"});
+  ASSERT_TRUE(ran.status.ok()) << ran.status;
+  EXPECT_EQ(ran.out, folder / "made" + "\n");
+  int files = 0;
+  for (const auto& entry : std::filesystem::directory_iterator(folder / "expected")) {
+    const std::string name = entry.path().filename().string();
+    EXPECT_TRUE(ReadWholeFile(folder / "made/" + name) == ReadWholeFile(entry.path().string())) << name;
+    ++files;
+  }
+  EXPECT_GT(files, 3) << "it is in shards";
+  const absl::Status nothing = RunCommand(AddMakeModelCommand, {"make-model", "--out", "x"}).status;
+  EXPECT_EQ(nothing.code(), absl::StatusCode::kInvalidArgument) << nothing;
+  EXPECT_NE(nothing.message().find("--config-json FILE"), std::string::npos) << nothing;
 }
 
 TEST(ConfigFlags, NamesTheFileThatLacksAModel) {
