@@ -17,6 +17,7 @@
 #include "server/access/tenant.h"
 #include "server/access/transport.h"
 #include "server/api/decoded.h"
+#include "server/api/header_check.h"
 #include "server/api/kv_service.h"
 #include "server/api/live_streams.h"
 #include "server/api/plan_proto.h"
@@ -354,6 +355,7 @@ class FrontEnd::Service final : public ServiceBase {
                                               "\" is not served here; name \"", engine_->model_name(),
                                               "\" or none"));
     }
+    RETURN_IF_ERROR(CheckTokenCount(request.token_count()));
     ASSIGN_OR_RETURN(const auto options, ToPrefillOptions(request.plan()));
     ASSIGN_OR_RETURN(const int64_t tokens, ToTokenCount(request.token_count(), *engine_));
     ASSIGN_OR_RETURN(const auto choice, engine_->MakePlan(tokens, options));

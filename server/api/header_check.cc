@@ -38,10 +38,12 @@ absl::Status CheckHeader(const v1::PrefillHeader& header, const std::string& mod
     return absl::NotFoundError(absl::StrCat("model \"", ShownName(header.model()),
                                             "\" is not served here; name \"", model_name, "\" or none"));
   }
-  if (header.token_count() == 0) {
-    return absl::InvalidArgumentError("token_count is 0; a prompt needs at least one token");
-  }
-  return absl::OkStatus();
+  return CheckTokenCount(header.token_count());
+}
+
+absl::Status CheckTokenCount(uint64_t token_count) {
+  if (token_count > 0) return absl::OkStatus();
+  return absl::InvalidArgumentError("token_count is 0; a prompt needs at least one token");
 }
 
 std::string ShownName(const std::string& name) { return name.substr(0, kMaxLoggedBytes); }

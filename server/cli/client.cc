@@ -19,8 +19,8 @@
 namespace meshfill {
 namespace {
 
-// A varint has at most 5 bytes: a chunk stays far below gRPC's default limit of 4 MiB a message.
-constexpr size_t kChunkTokens = 65536;
+// A varint has at most 5 bytes: a chunk stays below 64 KiB, the least that limits.max_message_bytes may be.
+constexpr size_t kChunkTokens = 12288;
 
 using PrefillStream = grpc::ClientReaderWriter<v1::PrefillRequest, v1::PrefillEvent>;
 

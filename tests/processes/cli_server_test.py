@@ -127,6 +127,13 @@ class CliServerTest(CliTestCase):
                             stdin=text.encode(), status=status, message=message)
                 self.assertEqual(json.loads(server.prefill_tokens("1 2 3", "--tile", "2x2").stdout)["top"], good)
 
+    def test_a_server_that_takes_small_messages(self):
+        server = Server("--config", self.config, "--set", "limits.max_message_bytes=64KiB")
+        self.addCleanup(server.stop)
+        ids = [VOCAB - 1] * 65_536 + [VOCAB]  # 128 KiB of two bytes each, and one that is told of at the end
+        self.refuse("prefill", "--server", server.address, "--tokens", "-", status=2,
+                    stdin=" ".join(map(str, ids)).encode(), message=rf"token 65536 has id {VOCAB}")
+
     def test_no_server_there(self):
         self.refuse("prefill", "--server", "127.0.0.1:1", "--tokens", self.prompt, status=1,
                     message=r"127\.0\.0\.1:1.*meshfill serve")

@@ -168,6 +168,10 @@ TEST_F(FrontEndTest, PlanSaysWhatWouldRun) {
     grpc::ClientContext bad_context;
     EXPECT_EQ(stub_->Plan(&bad_context, changed, &reply).error_code(), code);
   }
+  request.set_token_count(0);
+  grpc::ClientContext none;
+  EXPECT_EQ(stub_->Plan(&none, request, &reply).error_message(),
+            "token_count is 0; a prompt needs at least one token");
 }
 
 TEST_F(FrontEndTest, PoolSaysWhatRunsAndWaits) {
