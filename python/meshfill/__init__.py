@@ -8,6 +8,8 @@
 MeshfillError; bad arguments raise ValueError before anything is sent.
 """
 
+import importlib
+
 from .client import Client, Lease
 from .errors import (
     AlreadyExistsError,
@@ -62,3 +64,10 @@ __all__ = [
     "UnavailableError",
     "UnimplementedError",
 ]
+
+
+def __getattr__(name: str):
+    """`meshfill.aio` without an import of its own: who does not name it does not load it."""
+    if name != "aio":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return importlib.import_module(".aio", __name__)

@@ -1,26 +1,38 @@
 """The client for asyncio: the methods of meshfill.Client, as coroutines and asynchronous iterators.
 
-One differs: instead of start_prefill there is prefill_events, whose events are read with `async for`.
+One differs: instead of start_prefill there is prefill_events, whose events are read with `async for`. Prefills are those of a
+blocking client within, each read by a thread (loop_events.py); all other calls are grpc.aio's.
 """
 
 import asyncio
 import logging
-from typing import AsyncIterator, Callable, Dict, Iterable, Optional, Tuple, Union
+from typing import TYPE_CHECKING, AsyncIterator, Callable, Iterable, List, Optional, Tuple, Union
 
 import grpc
 import grpc.aio
 
-from . import holders
-from .channel import UNARY_TIMEOUT_SECONDS, Connection
+from . import client as blocking
+from .arguments import text, whole
+from .channel import UNARY_TIMEOUT_SECONDS
+from .channels import Channels
 from .cursor import FetchCursor
-from .deadlines import deadline_in, seconds_left
+from .deadlines import deadline_in, first_timeout, seconds_left
 from .errors import CancelledError, DeadlineExceededError, InternalError, MeshfillError, NotFoundError, from_rpc_error
-from .kv import KvArrays, KvPart, KvShape, make_range
-from .leases import LeaseBook, lease_name, shape_of
-from .messages import Prompt, event_value, plan_options, prefill_header, prefill_requests, token_array
+from .holders import HolderShare, holder_shares, rest_of
+from .kv import KvArrays, KvPart, KvRange, KvShape, make_range
+from .leases import Renewals, lease_name, renewal_seconds, shape_of
+from .loop_events import events_of
+from .messages import Prompt, Tile, plan_request
 from .results import Accepted, KvLease, KvManifest, Plan, Pool, PrefillResult, Progress
-from .stubs import PrefillServiceStub, pb
+from .stubs import pb
 from .text import TextTokenizer
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from .messages import PrefillOptions, RangeOptions
+
+__all__ = ["Client", "Lease"]
 
 _log = logging.getLogger(__name__)
 
@@ -51,27 +63,32 @@ class Client:
     ):
         """The arguments are those of meshfill.Client."""
         self.address = address
-        self._connection = Connection(
-            tls, root_certificates, client_certificate, client_key, server_name, token, tuple(metadata)
+        self._blocking = blocking.Client(
+            address,
+            tls=tls,
+            root_certificates=root_certificates,
+            client_certificate=client_certificate,
+            client_key=client_key,
+            server_name=server_name,
+            token=token,
+            metadata=metadata,
+            timeout=timeout,
+            model=model,
+            tenant=tenant,
+            tokenizer=tokenizer,
         )
-        self._timeout = timeout
-        self._model = model
-        self._tenant = tenant
-        self._book = LeaseBook(tenant)
-        self._tokenizer = TextTokenizer(tokenizer) if tokenizer is not None else None
-        self._channels: Dict[str, grpc.aio.Channel] = {}
-        self._closed = False
-        self._stub_of(address)  # A PEM file that cannot be read is told here.
+        self._connection = self._blocking._connection
+        self._book = self._blocking._book
+        self._timeout, self._model, self._tenant = timeout, model, tenant
+        self._channels = Channels(self._connection, address, grpc.aio)
 
     @property
     def tokenizer(self) -> Optional[TextTokenizer]:
-        return self._tokenizer
+        return self._blocking.tokenizer
 
     async def close(self) -> None:
-        self._closed = True
-        channels, self._channels = list(self._channels.values()), {}
-        for channel in channels:
-            await channel.close()
+        self._blocking.close()
+        await _close_all(self._channels.close())
 
     async def __aenter__(self) -> "Client":
         return self
@@ -79,82 +96,30 @@ class Client:
     async def __aexit__(self, *_) -> None:
         await self.close()
 
-    @property
-    def _stub(self) -> PrefillServiceStub:
-        return self._stub_of(self.address)
-
-    def _stub_of(self, address: str) -> PrefillServiceStub:
-        """CancelledError: the client is closed."""
-        if self._closed:
-            raise CancelledError(f"server {address}: this client is closed")
-        if address not in self._channels:
-            self._channels[address] = self._connection.open(address, grpc.aio)
-        return PrefillServiceStub(self._channels[address])
-
-    async def _unary(self, method, request, timeout: Optional[float], tenant: Optional[str] = None):
-        seconds = next((t for t in (timeout, self._timeout) if t is not None), UNARY_TIMEOUT_SECONDS)
+    async def _unary(self, name: str, request, timeout: Optional[float], tenant: Optional[str] = None):
+        seconds = first_timeout(timeout, self._timeout, UNARY_TIMEOUT_SECONDS)
+        metadata = self._connection.call_metadata(self._tenant if tenant is None else tenant)
+        method = getattr(self._channels.calls(), name)
         try:
-            metadata = self._connection.call_metadata(self._tenant if tenant is None else tenant)
             return await method(request, timeout=seconds, metadata=metadata)
         except grpc.RpcError as error:
-            raise from_rpc_error(error, self.address) from None
+            raise from_rpc_error(error, self.address) from error
 
     async def prefill_events(
-        self,
-        prompt: Prompt,
-        *,
-        request_id: str = "",
-        top_k: int = 1,
-        return_logits: bool = False,
-        tile=None,
-        heads: int = 0,
-        layout: Optional[str] = None,
-        stripe: int = 0,
-        priority: int = 0,
-        tenant: Optional[str] = None,
-        keep_kv: bool = False,
-        lease_seconds: int = 0,
-        ignore_cache: bool = False,
-        cache_salt: str = "",
-        timeout: Optional[float] = None,
+        self, prompt: Prompt, **options: "Unpack[PrefillOptions]"
     ) -> AsyncIterator[Union[Accepted, Progress, PrefillResult]]:
         """Accepted, Progress… and the result; options as in meshfill.Client.start_prefill."""
-        if isinstance(prompt, str):
-            if self._tokenizer is None:
-                raise ValueError("a prompt of text needs Client(tokenizer=MODEL_FOLDER)")
-            prompt = self._tokenizer.encode(prompt)
-        ids = token_array(prompt)
-        tenant = self._tenant if tenant is None else tenant
-        header = prefill_header(
-            len(ids),
-            request_id=request_id,
-            model=self._model,
-            priority=priority,
-            tenant=tenant,
-            top_k=top_k,
-            return_logits=return_logits,
-            plan=plan_options(tile, heads, layout, stripe),
-            keep_kv=keep_kv,
-            lease_seconds=lease_seconds,
-            ignore_cache=ignore_cache,
-            cache_salt=cache_salt,
-        )
-        self._book.begin(request_id, tenant)
-        call = self._stub.Prefill(
-            prefill_requests(header, ids),
-            timeout=self._timeout if timeout is None else timeout,
-            metadata=self._connection.call_metadata(tenant),
-        )
+        self._channels.check_open(self.address)
+        events = events_of(lambda: self._blocking.start_prefill(prompt, **options))
         try:
-            async for event in call:
-                value = event_value(event)
-                if value is not None:
-                    self._book.note(value, tenant)
-                    yield value
-        except grpc.RpcError as error:
-            raise from_rpc_error(error, self.address) from None
+            async for event in events:
+                yield event
+        except CancelledError as error:
+            if not self._channels.closed.is_set():
+                raise
+            raise asyncio.CancelledError(str(error)) from error
         finally:
-            call.cancel()
+            await events.aclose()
 
     async def prefill(
         self,
@@ -162,7 +127,7 @@ class Client:
         *,
         on_accepted: Optional[Callable[[Accepted], None]] = None,
         on_progress: Optional[Callable[[Progress], None]] = None,
-        **options,
+        **options: "Unpack[PrefillOptions]",
     ) -> PrefillResult:
         """The result of one prompt. The callbacks are plain functions."""
         result = None
@@ -178,39 +143,38 @@ class Client:
         return result
 
     async def cancel(self, request_id: str, *, timeout: Optional[float] = None) -> None:
-        tenant = self._book.tenant_of_request(request_id)
-        await self._unary(self._stub.Cancel, pb.CancelRequest(request_id=request_id), timeout, tenant)
+        request = pb.CancelRequest(request_id=text("request_id", request_id))
+        await self._unary("Cancel", request, timeout, self._book.tenant_of_request(request_id))
 
     async def plan(
         self,
         token_count: int,
         *,
-        tile=None,
+        tile: Tile = None,
         heads: int = 0,
         layout: Optional[str] = None,
         stripe: int = 0,
         timeout: Optional[float] = None,
     ) -> Plan:
-        options = plan_options(tile, heads, layout, stripe)
-        request = pb.PlanRequest(token_count=token_count, plan=options, model=self._model)
-        return Plan.from_proto(await self._unary(self._stub.Plan, request, timeout))
+        request = plan_request(token_count, self._model, tile, heads, layout, stripe)
+        return Plan.from_proto(await self._unary("Plan", request, timeout))
 
     async def pool(self, *, timeout: Optional[float] = None) -> Pool:
-        return Pool.from_proto(await self._unary(self._stub.GetPool, pb.GetPoolRequest(), timeout))
+        return Pool.from_proto(await self._unary("GetPool", pb.GetPoolRequest(), timeout))
 
     async def renew_kv(self, lease: LeaseLike, seconds: int = 0, *, timeout: Optional[float] = None) -> KvLease:
         name = lease_name(lease)
-        request = pb.RenewKvRequest(lease=name, seconds=seconds)
-        reply = await self._unary(self._stub.RenewKv, request, timeout, self._book.tenant_of(name))
+        request = pb.RenewKvRequest(lease=name, seconds=whole("seconds", seconds))
+        reply = await self._unary("RenewKv", request, timeout, self._book.tenant_of(name))
         return KvLease(reply.lease, reply.expires_in_seconds)
 
     async def release_kv(self, lease: LeaseLike, *, timeout: Optional[float] = None) -> None:
         name = lease_name(lease)
-        await self._unary(self._stub.ReleaseKv, pb.ReleaseKvRequest(lease=name), timeout, self._book.tenant_of(name))
+        await self._unary("ReleaseKv", pb.ReleaseKvRequest(lease=name), timeout, self._book.tenant_of(name))
 
     def lease(self, lease: Union[KvManifest, str], *, seconds: int = 0, shape: Optional[KvShape] = None) -> "Lease":
         """For `async with`."""
-        return Lease(self, lease, seconds, shape)
+        return Lease(self, lease, renewal_seconds(lease, seconds, self._book), shape)
 
     def fetch_kv(
         self,
@@ -219,12 +183,12 @@ class Client:
         shape: Optional[KvShape] = None,
         attempts: int = 4,
         timeout: Optional[float] = None,
-        **what,
+        **what: "Unpack[RangeOptions]",
     ) -> AsyncIterator[KvPart]:
         """As meshfill.Client.fetch_kv; an asynchronous iterator. Closing it ends the call."""
         fetched = make_range(shape_of(lease, shape, self._book), **what)
         cursor = FetchCursor(lease_name(lease), fetched, attempts=attempts)
-        return self._fetch(self.address, cursor, deadline_in(self._timeout if timeout is None else timeout))
+        return self._fetch(self.address, cursor, deadline_in(first_timeout(timeout, self._timeout)))
 
     async def fetch_kv_arrays(
         self,
@@ -234,51 +198,57 @@ class Client:
         shape: Optional[KvShape] = None,
         attempts: int = 4,
         timeout: Optional[float] = None,
-        **what,
+        **what: "Unpack[RangeOptions]",
     ) -> KvArrays:
         """As meshfill.Client.fetch_kv_arrays."""
         fetched = make_range(shape_of(lease, shape, self._book), **what)
         arrays = KvArrays.empty(fetched)
-        deadline = deadline_in(self._timeout if timeout is None else timeout)
+        deadline = deadline_in(first_timeout(timeout, self._timeout))
         manifest = lease.manifest if isinstance(lease, Lease) else lease
-        shares = holders.holder_shares(manifest, fetched) if from_holders and isinstance(manifest, KvManifest) else []
+        shares = holder_shares(manifest, fetched) if from_holders and isinstance(manifest, KvManifest) else []
         name = lease_name(lease)
-        if not shares:
-            async for part in self._fetch(self.address, FetchCursor(name, fetched, attempts=attempts), deadline):
+        rest: Optional[KvRange] = fetched
+        if shares:
+            cursors = [FetchCursor(name, share.range, attempts=2, runs=list(share.runs)) for share in shares]
+            await self._fetch_shares(shares, cursors, arrays, deadline)
+            rest = rest_of(fetched, cursors)
+        if rest is not None:
+            async for part in self._fetch(self.address, FetchCursor(name, rest, attempts=attempts), deadline):
                 arrays.store(part)
-            return arrays
+        return arrays
 
-        async def fetch_share(share: holders.HolderShare) -> None:
-            cursor = FetchCursor(name, share.range, attempts=2, runs=list(share.runs))
+    async def _fetch_shares(
+        self, shares: List[HolderShare], cursors: List[FetchCursor], arrays: KvArrays, deadline: Optional[float]
+    ) -> None:
+        """As fetch.fetch_shares."""
+
+        async def fetch_share(share: HolderShare, cursor: FetchCursor) -> None:
+            self._channels.hold(share.address)
             try:
                 async for part in self._fetch(share.address, cursor, deadline):
                     arrays.store(part, share.range.first_head)
-                return
-            except DeadlineExceededError:
-                raise
-            except MeshfillError as error:
-                if self._closed:
-                    raise
-                _log.warning("%s; the front-end gives the rest of this holder's KV", error)
-            if cursor.done:
-                return
-            rest = cursor.rest()
-            async for part in self._fetch(self.address, FetchCursor(name, rest, attempts=attempts), deadline):
-                arrays.store(part, rest.first_head)
+            finally:
+                await _close_all(self._channels.release(share.address))
 
-        tasks = [asyncio.ensure_future(fetch_share(share)) for share in shares]
+        tasks = [asyncio.ensure_future(fetch_share(*pair)) for pair in zip(shares, cursors)]
         try:
             await asyncio.gather(*tasks)
+        except DeadlineExceededError:
+            raise
+        except MeshfillError as error:
+            if self._channels.closed.is_set():
+                raise
+            _log.warning("%s; the front-end gives the rest of the KV", error)
         finally:
             for task in tasks:
                 task.cancel()
-        return arrays
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _fetch(self, address: str, cursor: FetchCursor, deadline: Optional[float]) -> AsyncIterator[KvPart]:
         metadata = self._connection.call_metadata(self._book.tenant_of(cursor.lease))
         while not cursor.done:
             left = seconds_left(deadline)
-            call = self._stub_of(address).FetchKv(cursor.next_request(), timeout=left, metadata=metadata)
+            call = self._channels.streams(address).FetchKv(cursor.next_request(), timeout=left, metadata=metadata)
             try:
                 async for message in call:
                     yield cursor.accept(message)
@@ -313,7 +283,7 @@ class Lease:
         return self
 
     async def __aexit__(self, *_) -> None:
-        self._renewer.cancel()
+        self._renewer.cancel()  # and the call in flight
         try:
             await self._client.release_kv(self.name, timeout=5)
         except MeshfillError as error:  # It lapses by itself.
@@ -323,14 +293,20 @@ class Lease:
         return await self._client.renew_kv(self.name, self._seconds)
 
     async def _renew(self) -> None:
-        wait = 0.0
+        renewals = Renewals(self._seconds)
         while True:
-            await asyncio.sleep(wait)
+            await asyncio.sleep(renewals.wait)
             try:
-                wait = max(0.05, (await self.renew()).expires_in_seconds / 3)
+                renewed = await self._client.renew_kv(self.name, self._seconds, timeout=renewals.timeout)
+                renewals.renewed(renewed.expires_in_seconds)
             except NotFoundError as error:
                 self.lost = error
                 return
             except MeshfillError as error:
                 _log.info("%s; the lease %s is renewed again soon", error, self.name)
-                wait = min(max(wait / 4, 0.05), 1.0)
+                renewals.failed()
+
+
+async def _close_all(channels: List[grpc.aio.Channel]) -> None:
+    for channel in channels:
+        await channel.close()

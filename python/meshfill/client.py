@@ -2,33 +2,49 @@
 
 import logging
 import threading
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from typing import Callable, Dict, Iterable, Iterator, Optional, Tuple, Union
+from typing import TYPE_CHECKING, Callable, Iterable, Optional, Tuple, Union
 
 import grpc
 
-from . import holders
+from .arguments import text, whole
 from .channel import UNARY_TIMEOUT_SECONDS, Connection
+from .channels import Channels
 from .cursor import FetchCursor
-from .deadlines import deadline_in
-from .errors import CancelledError, DeadlineExceededError, InternalError, MeshfillError, NotFoundError, from_rpc_error
-from .fetch import FetchCalls, Fetches, KvFetch
-from .kv import KvArrays, KvShape, make_range
-from .leases import LeaseBook, lease_name, shape_of
-from .messages import Prompt, event_value, plan_options, prefill_header, prefill_requests, token_array
+from .deadlines import deadline_in, first_timeout
+from .errors import CancelledError, InternalError, MeshfillError, NotFoundError, from_rpc_error
+from .fetch import FetchCalls, KvFetch, fetch_shares
+from .holders import holder_shares, rest_of
+from .kv import KvArrays, KvRange, KvShape, make_range
+from .leases import LeaseBook, Renewals, lease_name, renewal_seconds, shape_of
+from .messages import (
+    Prompt,
+    Tile,
+    plan_options,
+    plan_request,
+    prefill_header,
+    prefill_requests,
+    token_array,
+)
+from .prefill_call import PrefillCall
 from .results import Accepted, KvLease, KvManifest, Plan, Pool, PrefillResult, Progress
-from .stubs import PrefillServiceStub, pb
+from .stubs import pb
 from .text import TextTokenizer
 
-_log = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
-_HOLDER_CALLS = 16
+    from .messages import PrefillOptions, RangeOptions
+
+_log = logging.getLogger(__name__)
 
 LeaseLike = Union["Lease", KvManifest, str]
 
 
 class Client:
     """A connection to a Meshfill server. Close it, or use it in a `with` block.
+
+    It has one connection for prefills and fetches, and one for the other calls. A server takes limits.max_streams (128) on a
+    connection: further prefills and fetches wait for those under way. Who wants more at once makes more clients.
 
     CancelledError: of calls that its close, in any thread, ends, and of those after it.
     """
@@ -54,30 +70,26 @@ class Client:
         timeout: seconds of a whole call, where the call itself gives none; None: prefills and fetches take as long as they
         take, other calls 30 s. model: of every prefill. tenant: of every call; a prefill may name another one, which the
         calls about its lease and its request then name, too. tokenizer: a model folder, for prompts of text.
+        ValueError: bad arguments. OSError: a PEM file cannot be read.
         """
         self.address = address
         self._connection = Connection(
             tls, root_certificates, client_certificate, client_key, server_name, token, tuple(metadata)
         )
-        self._timeout = timeout
-        self._model = model
+        self._connection.call_metadata(tenant)  # ValueError here, and not at the first call
+        self._timeout = first_timeout(timeout)
+        self._model = text("model", model)
         self._tenant = tenant
         self._book = LeaseBook(tenant)
         self._tokenizer = TextTokenizer(tokenizer) if tokenizer is not None else None
-        self._mutex = threading.Lock()
-        self._channels: Dict[str, grpc.Channel] = {}  # guarded by _mutex; by address
-        self._closed = threading.Event()
-        self._stub_of(address)  # A PEM file that cannot be read is told here.
+        self._channels = Channels(self._connection, text("address", address), grpc)
 
     @property
     def tokenizer(self) -> Optional[TextTokenizer]:
         return self._tokenizer
 
     def close(self) -> None:
-        self._closed.set()
-        with self._mutex:
-            channels, self._channels = list(self._channels.values()), {}
-        for channel in channels:
+        for channel in self._channels.close():
             channel.close()
 
     def __enter__(self) -> "Client":
@@ -86,27 +98,29 @@ class Client:
     def __exit__(self, *_) -> None:
         self.close()
 
-    @property
-    def _stub(self) -> PrefillServiceStub:
-        return self._stub_of(self.address)
-
-    def _stub_of(self, address: str) -> PrefillServiceStub:
-        """CancelledError: the client is closed."""
-        with self._mutex:
-            if self._closed.is_set():
-                raise CancelledError(f"server {address}: this client is closed")
-            channel = self._channels.get(address)
-            if channel is None:
-                channel = self._channels[address] = self._connection.open(address)
-        return PrefillServiceStub(channel)
-
-    def _unary(self, method, request, timeout: Optional[float], tenant: Optional[str] = None):
-        seconds = next((t for t in (timeout, self._timeout) if t is not None), UNARY_TIMEOUT_SECONDS)
+    def _unary(
+        self,
+        name: str,
+        request,
+        timeout: Optional[float],
+        tenant: Optional[str] = None,
+        begun: Optional[Callable[[grpc.Future], None]] = None,
+    ):
+        """begun: is given the call, which any thread may cancel."""
+        seconds = first_timeout(timeout, self._timeout, UNARY_TIMEOUT_SECONDS)
+        metadata = self._connection.call_metadata(self._tenant if tenant is None else tenant)
+        method = getattr(self._channels.calls(), name)
+        call = self._channels.begin(self.address, lambda: method.future(request, timeout=seconds, metadata=metadata))
         try:
-            metadata = self._connection.call_metadata(self._tenant if tenant is None else tenant)
-            return method(request, timeout=seconds, metadata=metadata)
+            if begun is not None:
+                begun(call)
+            return call.result()
         except grpc.RpcError as error:
-            raise from_rpc_error(error, self.address) from None
+            raise from_rpc_error(error, self.address) from error
+        except grpc.FutureCancelledError as error:
+            raise CancelledError(f"server {self.address}: the call was cancelled") from error
+        finally:
+            call.cancel()  # where an exception ends the wait
 
     # Prefill
 
@@ -117,7 +131,7 @@ class Client:
         request_id: str = "",
         top_k: int = 1,
         return_logits: bool = False,
-        tile=None,
+        tile: Tile = None,
         heads: int = 0,
         layout: Optional[str] = None,
         stripe: int = 0,
@@ -128,11 +142,13 @@ class Client:
         ignore_cache: bool = False,
         cache_salt: str = "",
         timeout: Optional[float] = None,
-    ) -> "PrefillCall":
+    ) -> PrefillCall:
         """Sends a prompt and returns at once; the events are read from the call.
 
         prompt: ids, or text where the client has a tokenizer. tile (a, b), heads, layout and stripe override the planner.
         keep_kv keeps K and V under a lease of lease_seconds (0: the server's default). ValueError: bad arguments.
+        Read the events as they come: a result that nobody reads for limits.result_timeout (30 s), or for whose bytes the
+        server's limits.unread_bytes have no room, is dropped, and its reader gets a CancelledError.
         """
         if isinstance(prompt, str):
             if self._tokenizer is None:
@@ -154,12 +170,11 @@ class Client:
             ignore_cache=ignore_cache,
             cache_salt=cache_salt,
         )
+        seconds, metadata = first_timeout(timeout, self._timeout), self._connection.call_metadata(tenant)
+        method = self._channels.streams(self.address).Prefill
         self._book.begin(request_id, tenant)
-        call = self._stub.Prefill(
-            prefill_requests(header, ids),
-            timeout=self._timeout if timeout is None else timeout,
-            metadata=self._connection.call_metadata(tenant),
-        )
+        requests = prefill_requests(header, ids)
+        call = self._channels.begin(self.address, lambda: method(requests, timeout=seconds, metadata=metadata))
         return PrefillCall(call, self.address, lambda event: self._book.note(event, tenant))
 
     def prefill(
@@ -168,7 +183,7 @@ class Client:
         *,
         on_accepted: Optional[Callable[[Accepted], None]] = None,
         on_progress: Optional[Callable[[Progress], None]] = None,
-        **options,
+        **options: "Unpack[PrefillOptions]",
     ) -> PrefillResult:
         """The result of one prompt; options as in start_prefill. Callbacks run in this thread.
 
@@ -189,45 +204,49 @@ class Client:
 
     def cancel(self, request_id: str, *, timeout: Optional[float] = None) -> None:
         """Ends a prefill wherever it is. NotFoundError: no such request is live."""
-        tenant = self._book.tenant_of_request(request_id)
-        self._unary(self._stub.Cancel, pb.CancelRequest(request_id=request_id), timeout, tenant)
+        request = pb.CancelRequest(request_id=text("request_id", request_id))
+        self._unary("Cancel", request, timeout, self._book.tenant_of_request(request_id))
 
     def plan(
         self,
         token_count: int,
         *,
-        tile=None,
+        tile: Tile = None,
         heads: int = 0,
         layout: Optional[str] = None,
         stripe: int = 0,
         timeout: Optional[float] = None,
     ) -> Plan:
         """What a prompt of this length would run. Runs nothing."""
-        options = plan_options(tile, heads, layout, stripe)
-        request = pb.PlanRequest(token_count=token_count, plan=options, model=self._model)
-        return Plan.from_proto(self._unary(self._stub.Plan, request, timeout))
+        request = plan_request(token_count, self._model, tile, heads, layout, stripe)
+        return Plan.from_proto(self._unary("Plan", request, timeout))
 
     def pool(self, *, timeout: Optional[float] = None) -> Pool:
         """The ranks, the queue and what runs now."""
-        return Pool.from_proto(self._unary(self._stub.GetPool, pb.GetPoolRequest(), timeout))
+        return Pool.from_proto(self._unary("GetPool", pb.GetPoolRequest(), timeout))
 
     # K and V
 
     def renew_kv(self, lease: LeaseLike, seconds: int = 0, *, timeout: Optional[float] = None) -> KvLease:
         """Keeps a lease for so many seconds from now (0: the server's default). NotFoundError: unknown or lapsed."""
-        name = lease_name(lease)
+        return self._renew_kv(lease_name(lease), whole("seconds", seconds), timeout)
+
+    def _renew_kv(self, name: str, seconds: int, timeout: Optional[float], begun=None) -> KvLease:
         request = pb.RenewKvRequest(lease=name, seconds=seconds)
-        reply = self._unary(self._stub.RenewKv, request, timeout, self._book.tenant_of(name))
+        reply = self._unary("RenewKv", request, timeout, self._book.tenant_of(name), begun)
         return KvLease(reply.lease, reply.expires_in_seconds)
 
     def release_kv(self, lease: LeaseLike, *, timeout: Optional[float] = None) -> None:
         """Ends a lease. Twice is fine."""
         name = lease_name(lease)
-        self._unary(self._stub.ReleaseKv, pb.ReleaseKvRequest(lease=name), timeout, self._book.tenant_of(name))
+        self._unary("ReleaseKv", pb.ReleaseKvRequest(lease=name), timeout, self._book.tenant_of(name))
 
     def lease(self, lease: Union[KvManifest, str], *, seconds: int = 0, shape: Optional[KvShape] = None) -> "Lease":
-        """A lease that renews itself in the background and is released at the end of its `with` block."""
-        return Lease(self, lease, seconds, shape)
+        """A lease that renews itself in the background and is released at the end of its `with` block.
+
+        seconds: of each renewal. They are never fewer than the prefill's lease_seconds, where this client had its result.
+        """
+        return Lease(self, lease, renewal_seconds(lease, seconds, self._book), shape)
 
     def fetch_kv(
         self,
@@ -265,7 +284,7 @@ class Client:
             page_tokens=page_tokens,
         )
         cursor = FetchCursor(lease_name(lease), fetched, attempts=attempts)
-        return self._fetch(self.address, cursor, deadline_in(self._timeout if timeout is None else timeout))
+        return self._fetch(self.address, cursor, deadline_in(first_timeout(timeout, self._timeout)))
 
     def fetch_kv_arrays(
         self,
@@ -275,87 +294,37 @@ class Client:
         shape: Optional[KvShape] = None,
         attempts: int = 4,
         timeout: Optional[float] = None,
-        **what,
+        **what: "Unpack[RangeOptions]",
     ) -> KvArrays:
         """All of a range as one array each for K and V, or for the pages; options as in fetch_kv.
 
-        from_holders: where the manifest has the addresses of all holders, each is read directly, all at once. What a
-        holder fails to give comes from the front-end. An exception, KeyboardInterrupt included, ends all of it at once.
+        from_holders: where the manifest has the addresses of all holders, each is read directly, all at once. Where one of
+        them fails, the front-end gives the rest of all. An exception, KeyboardInterrupt included, ends all of it at once.
         """
         fetched = make_range(shape_of(lease, shape, self._book), **what)
         arrays = KvArrays.empty(fetched)
-        deadline = deadline_in(self._timeout if timeout is None else timeout)
+        deadline = deadline_in(first_timeout(timeout, self._timeout))
         manifest = lease.manifest if isinstance(lease, Lease) else lease
-        shares = holders.holder_shares(manifest, fetched) if from_holders and isinstance(manifest, KvManifest) else []
+        shares = holder_shares(manifest, fetched) if from_holders and isinstance(manifest, KvManifest) else []
         name = lease_name(lease)
-        if not shares:
-            fetch = self._fetch(self.address, FetchCursor(name, fetched, attempts=attempts), deadline)
+        rest: Optional[KvRange] = fetched
+        if shares:
+            cursors = [FetchCursor(name, share.range, attempts=2, runs=list(share.runs)) for share in shares]
+            fetch_shares(shares, cursors, arrays, self._channels, lambda at, cursor: self._fetch(at, cursor, deadline))
+            rest = rest_of(fetched, cursors)
+        if rest is not None:
+            fetch = self._fetch(self.address, FetchCursor(name, rest, attempts=attempts), deadline)
             try:
                 for part in fetch:
                     arrays.store(part)
             finally:
                 fetch.cancel()
-            return arrays
-
-        fetches = Fetches()
-
-        def fetch_share(share: holders.HolderShare) -> None:
-            cursor = FetchCursor(name, share.range, attempts=2, runs=list(share.runs))
-            try:
-                for part in fetches.begin(self._fetch(share.address, cursor, deadline)):
-                    arrays.store(part, share.range.first_head)
-                return
-            except DeadlineExceededError:
-                raise
-            except MeshfillError as error:
-                if fetches.cancelled or self._closed.is_set():
-                    raise
-                _log.warning("%s; the front-end gives the rest of this holder's KV", error)
-            if cursor.done:
-                return
-            rest = cursor.rest()
-            last = FetchCursor(name, rest, attempts=attempts)
-            for part in fetches.begin(self._fetch(self.address, last, deadline)):
-                arrays.store(part, rest.first_head)
-
-        threads = ThreadPoolExecutor(min(len(shares), _HOLDER_CALLS))
-        try:
-            for done in as_completed([threads.submit(fetch_share, share) for share in shares]):
-                done.result()
-        except BaseException:
-            fetches.cancel()
-            raise
-        finally:
-            threads.shutdown(cancel_futures=True)
         return arrays
 
     def _fetch(self, address: str, cursor: FetchCursor, deadline: Optional[float]) -> KvFetch:
+        self._channels.check_open(address)
         metadata = self._connection.call_metadata(self._book.tenant_of(cursor.lease))
-        return KvFetch(FetchCalls(self._stub_of(address), address, cursor, deadline, metadata, self._closed))
-
-
-class PrefillCall:
-    """A prefill under way: an iterator of Accepted, Progress… and PrefillResult. Any thread may cancel it."""
-
-    def __init__(self, call, address: str, note: Callable[[object], None]):
-        """note: is given each event before it is read."""
-        self._call = call
-        self._address = address
-        self._note = note
-
-    def __iter__(self) -> Iterator[Union[Accepted, Progress, PrefillResult]]:
-        try:
-            for event in self._call:
-                value = event_value(event)
-                if value is not None:
-                    self._note(value)
-                    yield value
-        except grpc.RpcError as error:
-            raise from_rpc_error(error, self._address) from None
-
-    def cancel(self) -> None:
-        """Ends the prefill; nothing happens where it has ended."""
-        self._call.cancel()
+        return KvFetch(FetchCalls(self._channels, address, cursor, deadline, metadata))
 
 
 class Lease:
@@ -372,6 +341,7 @@ class Lease:
         self._client = client
         self._seconds = seconds
         self._stop = threading.Event()
+        self._renewal: Optional[grpc.Future] = None  # the last one that was begun
         self._renewer = threading.Thread(target=self._renew, name="meshfill-lease", daemon=True)
 
     def __enter__(self) -> "Lease":
@@ -380,6 +350,9 @@ class Lease:
 
     def __exit__(self, *_) -> None:
         self._stop.set()
+        renewal = self._renewal
+        if renewal is not None:
+            renewal.cancel()
         self._renewer.join()
         try:
             self._client.release_kv(self.name, timeout=5)
@@ -389,15 +362,22 @@ class Lease:
     def renew(self) -> KvLease:
         return self._client.renew_kv(self.name, self._seconds)
 
+    def _begun(self, renewal: grpc.Future) -> None:
+        self._renewal = renewal
+        if self._stop.is_set():
+            renewal.cancel()
+
     def _renew(self) -> None:
-        """Renews at a third of the time left; while the server is away, more often."""
-        wait = 0.0
-        while not self._stop.wait(wait):
+        renewals = Renewals(self._seconds)
+        while not self._stop.wait(renewals.wait):
             try:
-                wait = max(0.05, self.renew().expires_in_seconds / 3)
-            except NotFoundError as error:
-                self.lost = error
-                return
+                renewed = self._client._renew_kv(self.name, self._seconds, renewals.timeout, self._begun)
+                renewals.renewed(renewed.expires_in_seconds)
             except MeshfillError as error:
+                if self._stop.is_set():
+                    return
+                if isinstance(error, NotFoundError):
+                    self.lost = error
+                    return
                 _log.info("%s; the lease %s is renewed again soon", error, self.name)
-                wait = min(max(wait / 4, 0.05), 1.0)
+                renewals.failed()

@@ -10,14 +10,16 @@ layers, then of tokens:
 A damaged part counts as a break before it. `attempts` bounds the breaks in a row between which no part came.
 """
 
+import random
 from typing import List, Optional, Tuple
 
 from .errors import DataLossError, FailedPreconditionError, MeshfillError, is_retryable
-from .kv import LAYOUTS, KvPart, KvRange, make_range, read_part
+from .kv import LAYOUTS, KvPart, KvRange, read_part
 from .stubs import pb
 
 _FIRST_DELAY_SECONDS = 0.1
 _LONGEST_DELAY_SECONDS = 2.0
+_LONGEST_ASKED_SECONDS = 60.0  # of a RetryInfo
 
 
 class FetchCursor:
@@ -41,20 +43,10 @@ class FetchCursor:
     def done(self) -> bool:
         return self._layer == self._range.end_layer
 
-    def rest(self) -> KvRange:
-        """The layers that are not whole yet, with all of their tokens."""
-        want = self._range
-        return make_range(
-            want.shape,
-            first_token=want.first_token,
-            tokens=want.tokens,
-            first_layer=self._layer,
-            layers=want.end_layer - self._layer,
-            first_head=want.first_head,
-            heads=want.heads,
-            layout=want.layout,
-            page_tokens=want.page_tokens,
-        )
+    @property
+    def layer(self) -> int:
+        """The first one that is not whole yet."""
+        return self._layer
 
     def next_request(self):
         """Asks for the rest, or for the rest of a layer that was begun. Counts of 0 are sent where the rest reaches the
@@ -108,9 +100,14 @@ class FetchCursor:
             raise DataLossError(f"the server ended KV at layer {self._layer}, token {self._token}, before its end")
 
     def retry_delay(self, error: MeshfillError) -> float:
-        """Seconds until next_request may be sent. Raises the error where the rest is not worth asking for."""
+        """Seconds until next_request may be sent. Raises the error where the rest is not worth asking for.
+
+        Those that broke off together do not come again together: up to a quarter is added by chance.
+        """
         self._breaks += 1
         if not is_retryable(error) or self._breaks >= self._attempts:
             raise error
-        backoff = min(_FIRST_DELAY_SECONDS * 2 ** (self._breaks - 1), _LONGEST_DELAY_SECONDS)
-        return backoff if error.retry_after is None else min(error.retry_after, _LONGEST_DELAY_SECONDS)
+        delay = min(_FIRST_DELAY_SECONDS * 2 ** (self._breaks - 1), _LONGEST_DELAY_SECONDS)
+        if error.retry_after is not None:
+            delay = min(error.retry_after, _LONGEST_ASKED_SECONDS)
+        return delay * random.uniform(1.0, 1.25)

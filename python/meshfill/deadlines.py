@@ -1,7 +1,14 @@
-"""Deadlines on the monotonic clock, in seconds. None is no deadline."""
+"""Timeouts, and deadlines on the monotonic clock, in seconds. None is no deadline."""
 
 import time
 from typing import Optional
+
+from .arguments import seconds
+
+
+def first_timeout(*timeouts: Optional[float]) -> Optional[float]:
+    """The first one that is given. ValueError: it is no number of seconds from 0 on."""
+    return next((seconds("timeout", timeout) for timeout in timeouts if timeout is not None), None)
 
 
 def deadline_in(timeout: Optional[float]) -> Optional[float]:

@@ -82,7 +82,7 @@ class DeadlineExceededError(MeshfillError):
 
 
 class CancelledError(MeshfillError):
-    """Ended by `cancel`, by the client's `close`, or by the server; or called after `close`."""
+    """Ended by `cancel`, by the client's `close`, or by the server, as where nobody read; or called after `close`."""
 
     code = grpc.StatusCode.CANCELLED
 
@@ -105,6 +105,13 @@ class PermissionDeniedError(MeshfillError):
     code = grpc.StatusCode.PERMISSION_DENIED
 
 
+# What gRPC says where a server cancels a call. Meshfill's does so where nobody reads, and the reason stays in its log.
+_STOOD_STILL = "Cancelled on the server side"
+_STOOD_STILL_MEANS = (
+    "it ended the call, whose events or parts were not read for longer than limits.result_timeout, or while others needed "
+    "the memory of limits.unread_bytes; read them as they come, and ask again"
+)
+
 _BY_CODE = {
     cls.code: cls
     for cls in MeshfillError.__subclasses__()
@@ -114,10 +121,20 @@ _BY_CODE = {
 def from_rpc_error(error: grpc.RpcError, address: str) -> MeshfillError:
     """The MeshfillError of a failed call to `address`. Works for errors of grpc and of grpc.aio."""
     code = error.code()
-    message = " ".join(f"server {address}: {error.details() or code.name}".split())
-    if code == grpc.StatusCode.UNAVAILABLE and "failed to connect" in message.lower():
-        message += "; is `meshfill serve` listening there?"
+    details = error.details() or code.name
+    if code == grpc.StatusCode.CANCELLED and details == _STOOD_STILL:
+        details = _STOOD_STILL_MEANS
+    message = " ".join(f"server {address}: {details}".split())
+    if code == grpc.StatusCode.UNAVAILABLE:
+        message += _advice(message.lower())
     return _BY_CODE.get(code, MeshfillError)(message, code, _retry_after(error))
+
+
+def _advice(message: str) -> str:
+    """What to do about a server that cannot be reached."""
+    if "handshake" in message or "verification check failed" in message:
+        return "; does it speak TLS, and do root_certificates, server_name and the client's certificate fit it?"
+    return "; is `meshfill serve` listening there?" if "failed to connect" in message else ""
 
 
 def _retry_after(error: grpc.RpcError) -> Optional[float]:

@@ -1,14 +1,22 @@
 """A fetch of K and V by the blocking client: calls one after the other, until all parts are there."""
 
+import logging
 import threading
-from typing import Iterator, List, Optional
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from typing import Callable, Iterator, List, Optional
 
 import grpc
 
+from .channels import Channels
 from .cursor import FetchCursor
 from .deadlines import seconds_left
-from .errors import CancelledError, MeshfillError, from_rpc_error
-from .kv import KvPart
+from .errors import CancelledError, DeadlineExceededError, MeshfillError, from_rpc_error
+from .holders import HolderShare
+from .kv import KvArrays, KvPart
+
+_log = logging.getLogger(__name__)
+
+_HOLDER_CALLS = 16
 
 
 class KvFetch:
@@ -35,17 +43,14 @@ class KvFetch:
 class FetchCalls:
     """The calls of a fetch, one after the other. They do not refer to the KvFetch: nothing but its reader keeps it."""
 
-    def __init__(
-        self, stub, address: str, cursor: FetchCursor, deadline: Optional[float], metadata, closed: threading.Event
-    ):
-        """closed: of the client, whose end cancels all calls."""
-        self._stub = stub
+    def __init__(self, channels: Channels, address: str, cursor: FetchCursor, deadline: Optional[float], metadata):
+        """channels: of the client, whose end cancels all calls."""
+        self._channels = channels
         self._address = address
         self._cursor = cursor
         self._deadline = deadline
         self._metadata = metadata
         self._cancelled = threading.Event()
-        self._closed = closed
         self._call = None
 
     def cancel(self) -> None:
@@ -71,7 +76,7 @@ class FetchCalls:
                 failure = error
             finally:
                 call.cancel()
-            if isinstance(failure, CancelledError) and (self._cancelled.is_set() or self._closed.is_set()):
+            if isinstance(failure, CancelledError) and (self._cancelled.is_set() or self._channels.closed.is_set()):
                 raise failure  # by this side; the server cancels fetches that stand still
             delay, left = cursor.retry_delay(failure), seconds_left(self._deadline)
             if left is not None and left <= delay:
@@ -80,12 +85,9 @@ class FetchCalls:
                 raise CancelledError("the fetch was cancelled")
 
     def _begin(self, request):
-        try:
-            return self._stub.FetchKv(request, timeout=seconds_left(self._deadline), metadata=self._metadata)
-        except ValueError:  # gRPC's, of a closed channel among others
-            if not self._closed.is_set():
-                raise
-            raise CancelledError(f"server {self._address}: this client is closed") from None
+        method = self._channels.streams(self._address).FetchKv
+        left = seconds_left(self._deadline)
+        return self._channels.begin(self._address, lambda: method(request, timeout=left, metadata=self._metadata))
 
 
 class Fetches:
@@ -95,11 +97,6 @@ class Fetches:
         self._mutex = threading.Lock()
         self._begun: List[KvFetch] = []  # guarded by _mutex
         self._cancelled = False  # guarded by _mutex
-
-    @property
-    def cancelled(self) -> bool:
-        with self._mutex:
-            return self._cancelled
 
     def begin(self, fetch: KvFetch) -> KvFetch:
         """The same fetch; cancelled where the others are."""
@@ -116,3 +113,40 @@ class Fetches:
             begun = list(self._begun)
         for fetch in begun:
             fetch.cancel()
+
+
+def fetch_shares(
+    shares: List[HolderShare],
+    cursors: List[FetchCursor],
+    arrays: KvArrays,
+    channels: Channels,
+    fetch: Callable[[str, FetchCursor], KvFetch],
+) -> None:
+    """All shares at once, each by its cursor. The first that fails ends the others: the cursors tell what is missing then.
+
+    MeshfillError: the deadline has passed, or the client was closed.
+    """
+    fetches = Fetches()
+
+    def fetch_share(share: HolderShare, cursor: FetchCursor) -> None:
+        channels.hold(share.address)
+        try:
+            for part in fetches.begin(fetch(share.address, cursor)):
+                arrays.store(part, share.range.first_head)
+        finally:
+            for channel in channels.release(share.address):
+                channel.close()
+
+    threads = ThreadPoolExecutor(min(len(shares), _HOLDER_CALLS))
+    try:
+        for done in as_completed([threads.submit(fetch_share, *pair) for pair in zip(shares, cursors)]):
+            done.result()
+    except DeadlineExceededError:
+        raise
+    except MeshfillError as error:
+        if channels.closed.is_set():
+            raise
+        _log.warning("%s; the front-end gives the rest of the KV", error)
+    finally:
+        fetches.cancel()
+        threads.shutdown(cancel_futures=True)

@@ -5,8 +5,9 @@ A holder that is asked for a range answers with the tokens of it that it has, a 
 """
 
 from dataclasses import dataclass
-from typing import Dict, List, Tuple
+from typing import Dict, Iterable, List, Optional, Tuple
 
+from .cursor import FetchCursor
 from .errors import InvalidArgumentError
 from .kv import KvRange, make_range
 from .results import KvHolder, KvManifest
@@ -56,7 +57,6 @@ def holder_shares(manifest: KvManifest, wanted: KvRange) -> List[HolderShare]:
         runs = token_runs(holder, wanted.first_token, wanted.end_token, manifest.tokens)
         processes.setdefault(part, []).extend(runs)
     shares: List[HolderShare] = []
-    volume = 0
     for (address, first_layer, layer_count, first_head, head_count), found in processes.items():
         layers = _overlap(first_layer, layer_count, wanted.first_layer, wanted.layers)
         heads = _overlap(first_head, head_count, wanted.first_head, wanted.heads)
@@ -71,7 +71,6 @@ def holder_shares(manifest: KvManifest, wanted: KvRange) -> List[HolderShare]:
                 return []
             if any(low % wanted.page_tokens or (high % wanted.page_tokens and high != manifest.tokens) for low, high in runs):
                 return []
-        volume += layers[1] * heads[1] * sum(high - low for low, high in runs)
         share = make_range(
             wanted.shape,
             first_token=wanted.first_token,
@@ -84,10 +83,49 @@ def holder_shares(manifest: KvManifest, wanted: KvRange) -> List[HolderShare]:
             page_tokens=wanted.page_tokens,
         )
         shares.append(HolderShare(address, share, tuple(runs)))
-    return shares if volume == wanted.layers * wanted.heads * wanted.tokens else []
+    return shares if _covers(shares, wanted) else []
 
 
-def _joined(runs: List[Tuple[int, int]]) -> List[Tuple[int, int]]:
+def _covers(shares: List[HolderShare], wanted: KvRange) -> bool:
+    """Whether each token of each wanted layer and head is in exactly one share.
+
+    That changes where a share begins or ends: it is asked at those layers and heads alone.
+    """
+    parts = [share.range for share in shares]
+    layers = {wanted.first_layer, *(edge for part in parts for edge in (part.first_layer, part.end_layer))} - {wanted.end_layer}
+    heads = {wanted.first_head, *(edge for part in parts for edge in (part.first_head, part.end_head))} - {wanted.end_head}
+
+    def runs(layer: int, head: int) -> Iterable[Tuple[int, int]]:
+        for share, part in zip(shares, parts):
+            if part.first_layer <= layer < part.end_layer and part.first_head <= head < part.end_head:
+                yield from share.runs
+
+    whole = [(wanted.first_token, wanted.end_token)]
+    return all(_joined(runs(layer, head)) == whole for layer in layers for head in heads)
+
+
+def rest_of(wanted: KvRange, cursors: List[FetchCursor]) -> Optional[KvRange]:
+    """From the first layer on that one of the shares lacks, with all tokens and heads; None: none lacks anything.
+
+    Shares that broke off lack stripes, and one call gives a range without gaps: what others have of it comes again.
+    """
+    first_layer = min(wanted.end_layer if cursor.done else cursor.layer for cursor in cursors)
+    if first_layer == wanted.end_layer:
+        return None
+    return make_range(
+        wanted.shape,
+        first_token=wanted.first_token,
+        tokens=wanted.tokens,
+        first_layer=first_layer,
+        layers=wanted.end_layer - first_layer,
+        first_head=wanted.first_head,
+        heads=wanted.heads,
+        layout=wanted.layout,
+        page_tokens=wanted.page_tokens,
+    )
+
+
+def _joined(runs: Iterable[Tuple[int, int]]) -> List[Tuple[int, int]]:
     """In order, adjacent ones as one. Where two have a token in common, they stay two."""
     joined: List[Tuple[int, int]] = []
     for low, high in sorted(runs):

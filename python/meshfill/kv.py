@@ -16,6 +16,7 @@ from typing import Optional, Tuple
 import google_crc32c
 import numpy as np
 
+from .arguments import whole
 from .errors import ChecksumError, DataLossError, FailedPreconditionError
 from .results import KvManifest
 from .stubs import pb
@@ -30,7 +31,7 @@ LAYOUTS = {
     "pages_hnd": pb.KV_LAYOUT_PAGES_HND,
     "pages_nhd": pb.KV_LAYOUT_PAGES_NHD,
 }
-_DTYPES = {"bf16": np.dtype(_bf16), "f32": np.dtype(np.float32)}
+DTYPES = {"bf16": np.dtype(_bf16), "f32": np.dtype(np.float32)}
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,8 @@ class KvShape:
     dtype: str  # bf16 or f32
 
     def __post_init__(self):
-        if self.dtype not in _DTYPES:
-            raise ValueError(f"dtype {self.dtype!r} is none of {', '.join(_DTYPES)}")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype {self.dtype!r} is none of {', '.join(DTYPES)}")
 
     @classmethod
     def of(cls, manifest: KvManifest) -> "KvShape":
@@ -53,7 +54,7 @@ class KvShape:
 
     @property
     def numpy_dtype(self) -> np.dtype:
-        return _DTYPES[self.dtype]
+        return DTYPES[self.dtype]
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,10 @@ class KvRange:
     def end_layer(self) -> int:
         return self.first_layer + self.layers
 
+    @property
+    def end_head(self) -> int:
+        return self.first_head + self.heads
+
     def array_shape(self, tokens: int) -> Tuple[int, ...]:
         """Shape of k and of v, or of pages, of so many tokens of one layer."""
         dim = self.shape.head_dim
@@ -101,24 +106,25 @@ def make_range(
     layout: str = "tokens",
     page_tokens: int = 0,
 ) -> KvRange:
-    """Counts of 0 reach to the end. ValueError: outside of the shape, empty, or not whole pages."""
-    if layout not in LAYOUTS:
+    """Counts of 0 reach to the end. ValueError: no whole numbers, outside of the shape, empty, or not whole pages."""
+    if not isinstance(layout, str) or layout not in LAYOUTS:
         raise ValueError(f"layout {layout!r} is none of {', '.join(LAYOUTS)}")
 
-    def count(what: str, first: int, number: int, end: int) -> int:
-        number = number or end - first
-        if first < 0 or number <= 0 or first + number > end:
-            raise ValueError(f"{what} {first} to {first + number} are not within the {end} of this lease")
-        return number
+    def span(what: str, first: int, number: int, end: int) -> Tuple[int, int]:
+        first, number = whole(f"first_{what}", first), whole(f"{what}s", number) or end - first
+        if number <= 0 or first + number > end:
+            raise ValueError(f"{what}s {first} to {first + number} are not within the {end} of this lease")
+        return first, number
 
-    tokens = count("tokens", first_token, tokens, shape.tokens)
-    layers = count("layers", first_layer, layers, shape.layers)
-    heads = count("heads", first_head, heads, shape.kv_heads)
+    first_token, tokens = span("token", first_token, tokens, shape.tokens)
+    first_layer, layers = span("layer", first_layer, layers, shape.layers)
+    first_head, heads = span("head", first_head, heads, shape.kv_heads)
+    page_tokens = whole("page_tokens", page_tokens)
     if layout == "tokens":
         if page_tokens:
             raise ValueError("page_tokens is for the layouts pages_hnd and pages_nhd")
     else:
-        if page_tokens <= 0:
+        if not page_tokens:
             raise ValueError(f"layout {layout} needs page_tokens, the tokens of a page")
         to_end = first_token + tokens == shape.tokens
         if first_token % page_tokens or (tokens % page_tokens and not to_end):

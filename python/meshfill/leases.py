@@ -1,27 +1,33 @@
-"""What a client knows of the leases and requests that it began: whose they are, and what shape their K and V have.
+"""What a client knows of the leases and requests that it began: whose they are, what shape their K and V have, and for how
+long they were wanted.
 
 A server finds a lease or a request under its tenant alone. A call that has no more than a name learns the rest here:
 
     prefill(tenant="a") ──► Accepted: request, lease ──► a
-                            PrefillResult: lease ──────► a, shape
+                            PrefillResult: lease ──────► a, shape, seconds
     fetch_kv, renew_kv, release_kv, cancel (name) ─────► meshfill-tenant: a
 """
 
+import math
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Optional
 
-from .kv import KvShape
+from .arguments import whole
+from .kv import DTYPES, KvShape
 from .results import Accepted, KvManifest, PrefillResult
 
 BOUND = 1024
+_LONGEST_SECONDS = 2**32 - 1  # of a RenewKvRequest
+_LONGEST_RENEWAL_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
 class Known:
     tenant: str
-    shape: Optional[KvShape] = None  # of a lease whose prefill has ended
+    shape: Optional[KvShape] = None  # of a lease whose prefill has ended, if this client knows its dtype
+    seconds: int = 0  # of such a lease, from its result on
 
 
 class _Recent:
@@ -68,7 +74,9 @@ class LeaseBook:
             if event.kv_lease:
                 self._leases.put(event.kv_lease, Known(tenant))
         elif isinstance(event, PrefillResult) and event.kv is not None:
-            self._leases.put(event.kv.lease, Known(tenant, KvShape.of(event.kv)))
+            # A newer server's dtype costs the shape, and not the result.
+            shape = KvShape.of(event.kv) if event.kv.dtype in DTYPES else None
+            self._leases.put(event.kv.lease, Known(tenant, shape, _seconds_of(event.kv)))
 
     def tenant_of_request(self, request_id: str) -> str:
         known = self._requests.get(request_id)
@@ -81,6 +89,42 @@ class LeaseBook:
     def shape_of(self, lease: str) -> Optional[KvShape]:
         known = self._leases.get(lease)
         return None if known is None else known.shape
+
+    def seconds_of(self, lease: str) -> int:
+        known = self._leases.get(lease)
+        return 0 if known is None else known.seconds
+
+
+class Renewals:
+    """When a lease is renewed: at a third of the time left; while the server is away, more often. No I/O."""
+
+    def __init__(self, seconds: int, *, wait: float = 0.0):
+        """seconds: that the lease has now; 0: not known. wait: until the first renewal."""
+        self.wait = wait  # seconds until the next renewal
+        self.timeout = _renewal_timeout(seconds)  # seconds that it may take
+
+    def renewed(self, seconds: float) -> None:
+        """It has so many seconds from now on."""
+        self.wait = max(0.05, seconds / 3)
+        self.timeout = _renewal_timeout(seconds)
+
+    def failed(self) -> None:
+        self.wait = min(max(self.wait / 4, 0.05), 1.0)
+
+
+def _renewal_timeout(seconds: float) -> float:
+    """Long enough for a server that is slow, and short enough for another try before the lease has lapsed."""
+    return min(max(1.0, seconds / 3), _LONGEST_RENEWAL_SECONDS) if seconds else _LONGEST_RENEWAL_SECONDS
+
+
+def _seconds_of(manifest: KvManifest) -> int:
+    return min(math.ceil(max(0.0, manifest.expires_in_seconds)), _LONGEST_SECONDS)
+
+
+def renewal_seconds(lease, seconds: int, book: LeaseBook) -> int:
+    """Of each renewal: those that are asked for, but never fewer than the prefill gave the lease. 0: the server's default."""
+    given = _seconds_of(lease) if isinstance(lease, KvManifest) else book.seconds_of(lease_name(lease))
+    return max(given, whole("seconds", seconds))
 
 
 def lease_name(lease) -> str:

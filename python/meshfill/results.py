@@ -324,11 +324,17 @@ class PoolRequest:
     tenant: str = ""  # whose it is; empty: nobody's
 
 
+def _state_name(state: int) -> str:
+    if state not in pb.PoolStatus.State.values():
+        return str(state)
+    return pb.PoolStatus.State.Name(state)[len("STATE_") :].lower()
+
+
 @dataclass(frozen=True)
 class Pool:
     """The ranks, the queue and what runs now."""
 
-    state: str  # loading, ready, draining, failed
+    state: str  # loading, ready, draining, failed; a number where a newer server has another one
     model: str
     backend: str
     ranks: int
@@ -348,7 +354,7 @@ class Pool:
     @classmethod
     def from_proto(cls, message) -> "Pool":
         return cls(
-            state=pb.PoolStatus.State.Name(message.state)[len("STATE_") :].lower(),
+            state=_state_name(message.state),
             model=message.model,
             backend=message.backend,
             ranks=message.ranks,

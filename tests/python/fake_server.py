@@ -94,10 +94,12 @@ def tenant_of(context) -> str:
 class Faults:
     """What goes wrong. Lists are used up from the front, one entry a call; -1: this call goes well."""
 
-    refuse: Optional[Tuple[grpc.StatusCode, str]] = None  # every prefill
+    refuse: Optional[Tuple[grpc.StatusCode, str]] = None  # every prefill, at its header
+    refuse_after: Optional[threading.Event] = None  # with refuse: once it is set
     retry_seconds: Optional[float] = None  # with refuse: a RetryInfo
     accept_seconds: float = 0.0  # before Accepted
     layer_seconds: float = 0.0  # each layer takes so long
+    pieces: int = 1  # a prompt runs in so many; K and V are there with the last
     result_seconds: float = 0.0  # between the last layer's K and V and the result
     die_after_layers: Optional[int] = None  # the prefill then ends UNAVAILABLE, its lease is lost
     break_after_parts: List[int] = field(default_factory=list)  # a fetch ends UNAVAILABLE after so many parts
@@ -106,6 +108,7 @@ class Faults:
     corrupt_part: List[int] = field(default_factory=list)  # a bit of this part of a fetch is flipped
     always_corrupt: bool = False  # every part
     part_seconds: float = 0.0  # before each part of a fetch
+    renew_seconds: float = 0.0  # before each answer of RenewKv
     refuse_fetches: bool = False  # NOT_FOUND
     no_lease: bool = False  # as a server without KV
 
@@ -113,7 +116,8 @@ class Faults:
 class _Lease:
     def __init__(self, name: str, tenant: str, tokens: int, source):
         self.name, self.tenant, self.tokens, self.source = name, tenant, tokens, source
-        self.expires = float("inf")  # time.monotonic(); a clock runs from the result on
+        self.held = True  # until its prefill ends: it cannot lapse before
+        self.expires = 0.0  # time.monotonic()
         self.layers_done = 0
         self.lost = False
         self.read: Optional[Callable] = None
@@ -132,17 +136,22 @@ class FakeServer(prefill_pb2_grpc.PrefillServiceServicer):
         leader: Optional["FakeServer"] = None,
         credentials: Optional[grpc.ServerCredentials] = None,
         lease_grace_seconds: float = 0.0,
+        max_streams: Optional[int] = None,
     ):
         """holder_runs (first token, run, step) with leader: a holder, which gives the leader's KV of these runs.
 
         lease_grace_seconds: a lease lives so much longer than it says, for tests whose process may stand still.
+        max_streams: calls at once on a connection, as limits.max_streams.
         """
         self.source = source or SyntheticKv()
         self.faults = faults or Faults()
         self.calls: List[Tuple[str, object]] = []  # (method, request or header)
         self.cancelled: List[str] = []  # request ids whose call ended before their result
         self.holders: List[pb.KvHolder] = []  # put into manifests
+        self.manifest_dtype = ""  # of manifests, where it is another than the source's
+        self.state: int = pb.PoolStatus.STATE_READY
         self.fetching = 0  # guarded by changed; calls of FetchKv that have not ended
+        self.fetched_bytes = 0  # of K and V that FetchKv gave
         self._part_tokens = part_tokens
         self._token = token
         self._runs = holder_runs
@@ -151,7 +160,8 @@ class FakeServer(prefill_pb2_grpc.PrefillServiceServicer):
         self.leases: Dict[str, _Lease] = leader.leases if leader else {}  # guarded by changed
         self._live: Dict[str, threading.Event] = {}  # guarded by changed; set: cancelled
         self._tenants: Dict[str, str] = {}  # guarded by changed; of live requests
-        self._server = grpc.server(futures.ThreadPoolExecutor(32))
+        options = [] if max_streams is None else [("grpc.max_concurrent_streams", max_streams)]
+        self._server = grpc.server(futures.ThreadPoolExecutor(32), options=options)
         prefill_pb2_grpc.add_PrefillServiceServicer_to_server(self, self._server)
         if credentials is None:
             port = self._server.add_insecure_port(listen)
@@ -191,11 +201,13 @@ class FakeServer(prefill_pb2_grpc.PrefillServiceServicer):
     def Prefill(self, requests, context):
         header = next(requests).header
         self._check(context, "Prefill", header)
+        if self.faults.refuse:
+            if self.faults.refuse_after is not None:
+                self.faults.refuse_after.wait(10)
+            self._refuse(context)
         ids: List[int] = []
         for request in requests:
             ids.extend(request.tokens.ids)
-        if self.faults.refuse:
-            self._refuse(context)
         if len(ids) != header.token_count:
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"{len(ids)} tokens came, the header says {header.token_count}")
         request_id = header.request_id or f"r{len(self.calls)}"
@@ -216,24 +228,27 @@ class FakeServer(prefill_pb2_grpc.PrefillServiceServicer):
             stop.wait(self.faults.accept_seconds)
             if stop.is_set():
                 context.abort(grpc.StatusCode.CANCELLED, "cancelled")
+            pieces, layers = self.faults.pieces, self.source.layers
             accepted = pb.Accepted(request_id=request_id, predicted_seconds=0.5, kv_lease=lease.name if keep else "")
+            accepted.plan.pieces = pieces
             yield pb.PrefillEvent(accepted=accepted)
             lease.read = self.source.compute(ids)
-            for layer in range(self.source.layers):
-                if self.faults.die_after_layers == layer:
+            for computed in range(1, pieces * layers + 1):
+                if self.faults.die_after_layers == computed - 1:
                     lease.lost = True
                     context.abort(grpc.StatusCode.UNAVAILABLE, "worker w1 died")
                 if stop.wait(self.faults.layer_seconds):
                     context.abort(grpc.StatusCode.CANCELLED, "cancelled")
                 with self.changed:
-                    lease.layers_done = layer + 1
+                    lease.layers_done = computed - (pieces - 1) * layers
                     self.changed.notify_all()
-                yield pb.PrefillEvent(progress=pb.Progress(layers_done=layer + 1, layers=self.source.layers, seconds=0.1))
+                yield pb.PrefillEvent(progress=pb.Progress(layers_done=computed, layers=pieces * layers, seconds=0.1))
             if stop.wait(self.faults.result_seconds):
                 context.abort(grpc.StatusCode.CANCELLED, "cancelled")
             done = True
             with self.changed:
-                lease.expires = self._lapse(header.kv.lease_seconds or 30)
+                lease.held = False
+                lease.expires = max(lease.expires, self._lapse(header.kv.lease_seconds or 30))
             yield pb.PrefillEvent(result=self._result(request_id, ids, lease if keep else None, header))
         finally:
             with self.changed:
@@ -271,7 +286,7 @@ class FakeServer(prefill_pb2_grpc.PrefillServiceServicer):
                     layers=source.layers,
                     kv_heads=source.kv_heads,
                     head_dim=source.head_dim,
-                    dtype=source.dtype,
+                    dtype=self.manifest_dtype or source.dtype,
                     bytes=2 * len(ids) * source.layers * source.kv_heads * source.head_dim * size,
                     block_tokens=16,
                     block_hashes=bytes(range(32)) * (len(ids) // 16),
@@ -323,7 +338,7 @@ class FakeServer(prefill_pb2_grpc.PrefillServiceServicer):
                 if sent == break_after:
                     context.abort(grpc.StatusCode.UNAVAILABLE, "holder h2 died")
                 if sent == cancel_after:
-                    context.abort(grpc.StatusCode.CANCELLED, "its reader stood still for longer than limits.result_timeout")
+                    context.abort(grpc.StatusCode.CANCELLED, "Cancelled on the server side")  # as gRPC's C++ server says it
                 if sent == end_after:
                     return
                 time.sleep(faults.part_seconds)
@@ -332,6 +347,7 @@ class FakeServer(prefill_pb2_grpc.PrefillServiceServicer):
                     part.crc32c ^= 1
                 yield part
                 sent += 1
+                self.fetched_bytes += len(part.k) + len(part.v) + len(part.pages)
 
     def _count_fetch(self, change: int) -> None:
         with self.changed:
@@ -368,7 +384,7 @@ class FakeServer(prefill_pb2_grpc.PrefillServiceServicer):
     def _lease(self, context, name: str) -> _Lease:
         """With `changed` held. Aborts where the lease is unknown, another tenant's, lapsed or lost."""
         lease = self.leases.get(name)
-        if lease is None or lease.tenant != tenant_of(context) or lease.expires < time.monotonic():
+        if lease is None or lease.tenant != tenant_of(context) or not (lease.held or time.monotonic() < lease.expires):
             context.abort(grpc.StatusCode.NOT_FOUND, f"lease {name} is unknown or has lapsed")
         if lease.lost:
             context.abort(grpc.StatusCode.UNAVAILABLE, "worker w1 died, and layers 1 to 3 with it")
@@ -389,10 +405,13 @@ class FakeServer(prefill_pb2_grpc.PrefillServiceServicer):
 
     def RenewKv(self, request, context):
         self._check(context, "RenewKv", request)
+        end = time.monotonic() + self.faults.renew_seconds
+        while context.is_active() and time.monotonic() < end:
+            time.sleep(0.02)
         with self.changed:
             lease = self._lease(context, request.lease)
             seconds = request.seconds or 30
-            lease.expires = max(lease.expires if lease.expires != float("inf") else 0, self._lapse(seconds))
+            lease.expires = self._lapse(seconds)  # from now on: sooner than before, where that was longer
         return pb.KvLease(lease=request.lease, expires_in_seconds=seconds)
 
     def ReleaseKv(self, request, context):
@@ -415,6 +434,8 @@ class FakeServer(prefill_pb2_grpc.PrefillServiceServicer):
 
     def Plan(self, request, context):
         self._check(context, "Plan", request)
+        if not request.token_count:
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, "token_count is 0; a prompt needs at least one token")
         reply = pb.PlanReply(plan=pb.PlanSummary(ranks=4, heads=1, a=2, b=2, layout=pb.LAYOUT_STRIPED, stripe=64))
         reply.steps.add(comm="kv").blocks.add(u=0, v=1)
         reply.steps.add(comm="q", spans=2).blocks.add(u=1, v=1)
@@ -424,7 +445,7 @@ class FakeServer(prefill_pb2_grpc.PrefillServiceServicer):
 
     def GetPool(self, request, context):
         self._check(context, "GetPool", request)
-        status = pb.PoolStatus(state=pb.PoolStatus.STATE_READY, model="fake", ranks=4, context_tokens=1 << 20, vocab=1000)
+        status = pb.PoolStatus(state=self.state, model="fake", ranks=4, context_tokens=1 << 20, vocab=1000)
         status.running_request_id = next(iter(self.live), "")
         status.workers.add(name="w1", state="ready", ranks=4, first_rank=-1)
         status.requests.add(id="long", phase="paused", tokens=65536, predicted_rest_seconds=2.5, layers_done=3, layers=4, tenant="team")

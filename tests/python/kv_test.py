@@ -17,10 +17,11 @@ import meshfill.aio
 from fake_server import FakeServer, Faults
 from fixtures import ServerTest, bits, expected, wait_until, wait_until_async
 from meshfill import kv as kv_module
+from meshfill.channels import HOLDERS, Channels
 from meshfill.cursor import FetchCursor
-from meshfill.holders import holder_shares, token_runs
+from meshfill.holders import holder_shares, rest_of, token_runs
 from meshfill.kv import KvArrays, KvShape, make_range
-from meshfill.leases import LeaseBook
+from meshfill.leases import LeaseBook, Renewals
 from meshfill.results import KvHolder, KvManifest
 from meshfill.stubs import pb
 
@@ -117,6 +118,12 @@ class FetchTest(ServerTest):
             {"layout": "pages_nhd", "page_tokens": 16, "first_token": 8},
             {"layout": "pages_nhd", "page_tokens": 16, "tokens": 24},
             {"page_tokens": 16},
+            {"tokens": 10.0},
+            {"first_layer": "1"},
+            {"layout": None},
+            {"layout": "pages_hnd", "page_tokens": 16.0},
+            {"timeout": "5"},
+            {"timeout": -1},
         ):
             with self.assertRaises(ValueError, msg=str(bad)):
                 self.client.fetch_kv(self.manifest, **bad)
@@ -133,7 +140,7 @@ class FetchTest(ServerTest):
             self.check_tokens(self.client.fetch_kv_arrays(lease))
 
     def test_without_ml_dtypes_the_bits_are_uint16(self):
-        with mock.patch.dict(kv_module._DTYPES, {"bf16": np.dtype(np.uint16)}):
+        with mock.patch.dict(kv_module.DTYPES, {"bf16": np.dtype(np.uint16)}):
             arrays = self.client.fetch_kv_arrays(self.manifest)
         self.assertEqual(arrays.k.dtype, np.uint16)
         self.check_tokens(arrays)
@@ -197,6 +204,21 @@ class FetchTest(ServerTest):
         with self.assertRaises(meshfill.UnavailableError):
             self.client.fetch_kv_arrays(self.manifest, attempts=3)
         self.assertEqual(self.server.count("FetchKv"), 3)
+
+    def test_a_fetch_that_stands_still_to_the_end_says_why(self):
+        self.server.faults = Faults(cancel_after_parts=[0] * 4)
+        with self.assertRaisesRegex(meshfill.CancelledError, r"not read for longer than limits\.result_timeout"):
+            self.client.fetch_kv_arrays(self.manifest)
+
+    def test_a_dtype_of_a_newer_server_costs_no_result(self):
+        self.server.manifest_dtype = "f8"
+        result = self.client.prefill([1] * 50, keep_kv=True, lease_seconds=90)
+        self.assertEqual((result.kv.dtype, result.first_token), ("f8", 50))
+        for lease in (result.kv, result.kv.lease):
+            with self.assertRaises(ValueError):
+                self.client.fetch_kv(lease)
+        with self.client.lease(result.kv.lease):
+            wait_until(lambda: self.server.count("RenewKv"))
 
     def test_a_lease_of_another_shape_is_noticed(self):
         right = KvShape.of(self.manifest)
@@ -277,6 +299,46 @@ class LeaseTest(ServerTest):
             self.assertIsNone(lease.lost)
             client.fetch_kv_arrays(lease)
         self.assertEqual(server.leases, {})
+
+    def test_a_lease_is_never_renewed_for_less_than_its_prefill_gave(self):
+        server, client = self.pair()
+        for asked, renewed in ((0, 600), (20, 600), (700, 700)):
+            for of in (lambda manifest: manifest, lambda manifest: manifest.lease):
+                before = server.count("RenewKv")
+                lease = of(client.prefill([1] * 20, keep_kv=True, lease_seconds=600).kv)
+                with client.lease(lease, seconds=asked) as held:
+                    wait_until(lambda: server.count("RenewKv") > before)
+                    self.assertEqual(held.renew().expires_in_seconds, renewed)
+
+    def test_a_lease_ends_while_the_server_does_not_answer(self):
+        server, client = self.pair(faults=Faults(renew_seconds=60))
+        manifest = client.prefill([1] * 20, keep_kv=True).kv
+        begin = time.monotonic()
+        with self.assertRaises(KeyError), client.lease(manifest) as lease:
+            wait_until(lambda: server.count("RenewKv"))
+            raise KeyError("mine")
+        self.assertLess(time.monotonic() - begin, 5)
+        self.assertIsNone(lease.lost)
+        self.assertEqual(server.leases, {})
+
+    def test_a_renewal_that_is_not_answered_is_tried_again(self):
+        server, client = self.pair(faults=Faults(renew_seconds=60))
+        manifest = client.prefill([1] * 20, keep_kv=True, lease_seconds=3).kv
+        with client.lease(manifest) as lease:
+            wait_until(lambda: server.count("RenewKv"))
+            server.faults = Faults()
+            wait_until(lambda: server.count("RenewKv") > 1, seconds=9)
+            self.assertIsNone(lease.lost)
+
+    def test_when_a_lease_is_renewed(self):
+        renewals = Renewals(0)
+        self.assertEqual((renewals.wait, renewals.timeout), (0, 10))
+        for seconds, wait, timeout in ((600, 200, 10), (15, 5, 5), (0.5, 0.5 / 3, 1), (0.01, 0.05, 1)):
+            renewals.renewed(seconds)
+            self.assertEqual((renewals.wait, renewals.timeout), (wait, timeout))
+        renewals.renewed(12)
+        waits = [renewals.failed() or renewals.wait for _ in range(4)]
+        self.assertEqual(waits, [1.0, 0.25, 0.0625, 0.05])
 
     def test_a_lapsed_lease_is_lost(self):
         server, client = self.pair()
@@ -396,6 +458,50 @@ class HoldersTest(ServerTest):
         with self.assertLogs("meshfill", "WARNING"):
             self.check(client.fetch_kv_arrays(manifest), 0, 1000)
 
+    def test_the_front_end_gives_everything_once_at_most(self):
+        server, client, holders, manifest = self.make(ranks=6)
+        for holder in holders:
+            holder.stop()
+
+        async def fetch():
+            async with meshfill.aio.Client(server.address) as other:
+                return await other.fetch_kv_arrays(manifest)
+
+        for fetch_all in (lambda: client.fetch_kv_arrays(manifest), lambda: asyncio.run(fetch())):
+            server.fetched_bytes = 0
+            with self.assertLogs("meshfill", "WARNING") as logs:
+                arrays = fetch_all()
+            self.check(arrays, 0, 1000)
+            self.assertEqual(server.fetched_bytes, arrays.k.nbytes + arrays.v.nbytes)
+            self.assertEqual(len(logs.records), 1)
+
+    def test_the_front_end_gives_no_layer_that_is_whole(self):
+        # The second holder, which has five stripes, breaks off in layer 3. The others have ended before.
+        server, client, holders, manifest = self.make()
+        holders[1].faults = Faults(part_seconds=0.05, break_after_parts=[3 * 5 + 1, 0])
+        part = holders[1]._part
+
+        def part_after_the_others(*arguments):
+            wait_until(lambda: all(holder.count("FetchKv") and not holder.fetching for holder in (holders[0], holders[2])))
+            return part(*arguments)
+
+        holders[1]._part = part_after_the_others
+        with self.assertLogs("meshfill", "WARNING"):
+            arrays = client.fetch_kv_arrays(manifest)
+        self.check(arrays, 0, 1000)
+        self.assertEqual(server.fetched_bytes, (arrays.k.nbytes + arrays.v.nbytes) // 4)
+
+    def test_what_is_left_of_holders_of_layers(self):
+        wanted = make_range(KvShape(100, 4, 4, DIM, "bf16"), first_token=10, first_layer=1)
+        parts = [make_range(wanted.shape, first_token=10, first_layer=layer, layers=1) for layer in (1, 2, 3)]
+        cursors = [FetchCursor("l", part) for part in parts]
+        self.assertEqual(rest_of(wanted, cursors), wanted)
+        cursors[0]._advance(90)
+        cursors[2]._advance(90)
+        self.assertEqual(rest_of(wanted, cursors), make_range(wanted.shape, first_token=10, first_layer=2))
+        cursors[1]._advance(90)
+        self.assertIsNone(rest_of(wanted, cursors))
+
     def test_a_share_that_fails_ends_the_others_at_once(self):
         server, client, holders, manifest = self.make()
         server.faults = Faults(refuse_fetches=True)
@@ -472,12 +578,90 @@ class HoldersTest(ServerTest):
             (KvHolder("", 0, 4, 0, 4, 0, 100, 0),),
             (KvHolder("h", 0, 3, 0, 4, 0, 100, 0),),
             (KvHolder("h", 0, 4, 0, 4, 0, 50, 100),),
+            # As many elements as are wanted, and yet not each once: 10 tokens are twice here, 10 nowhere.
+            (KvHolder("g", 0, 4, 0, 4, 0, 60, 0), KvHolder("h", 0, 4, 0, 4, 50, 40, 0)),
+            (KvHolder("g", 0, 4, 0, 4, 0, 50, 0), KvHolder("h", 0, 4, 0, 4, 0, 50, 0)),
+            # The same of layers, and of heads.
+            (KvHolder("g", 0, 3, 0, 4, 0, 100, 0), KvHolder("h", 2, 1, 0, 4, 0, 100, 0)),
+            (KvHolder("g", 0, 4, 0, 2, 0, 100, 0), KvHolder("h", 0, 4, 1, 2, 0, 100, 0)),
+            (KvHolder("g", 1, 3, 0, 4, 0, 100, 0), KvHolder("h", 3, 1, 0, 4, 0, 100, 0)),
         ):
             manifest = KvManifest("l", 30, bytes=0, block_tokens=16, block_hashes=(), holders=holders, **shape)
             self.assertEqual(holder_shares(manifest, make_range(KvShape(**shape))), [])
 
 
+    def test_holders_of_layers_and_heads_are_read(self):
+        shape = {"tokens": 100, "layers": 4, "kv_heads": 4, "head_dim": DIM, "dtype": "bf16"}
+        parts = [(0, 1, 0, 4, 0, 100, 0), (1, 3, 0, 1, 0, 100, 0), (1, 3, 1, 3, 0, 30, 0), (1, 3, 1, 3, 30, 70, 0)]
+        holders = tuple(KvHolder(f"h{i}", *part) for i, part in enumerate(parts))
+        manifest = KvManifest("l", 30, bytes=0, block_tokens=16, block_hashes=(), holders=holders, **shape)
+        for wanted, asked in (({}, 4), ({"layers": 1}, 1), ({"first_layer": 1, "first_head": 1}, 2), ({"tokens": 20}, 3)):
+            shares = holder_shares(manifest, make_range(KvShape(**shape), **wanted))
+            self.assertEqual(len(shares), asked, wanted)
+
+
+class ChannelsTest(unittest.TestCase):
+    """Connections to holders; channels are their addresses here."""
+
+    def setUp(self):
+        self.opened = []
+        connection = mock.Mock()
+        connection.open = lambda address, _: self.opened.append(address) or FakeChannel(address)
+        self.channels = Channels(connection, "front-end", None)
+
+    def names(self, channels):
+        return [channel.address for channel in channels]
+
+    def use(self, address):
+        self.channels.hold(address)
+        self.channels.streams(address)
+        return self.names(self.channels.release(address))
+
+    def test_those_used_last_stay(self):
+        closed = [address for i in range(HOLDERS + 3) for address in self.use(f"h{i}") + self.use("h0")]
+        self.assertEqual(closed, ["h1", "h2", "h3"])
+        self.assertEqual(self.opened.count("h0"), 1)
+        self.channels.streams("front-end")
+        self.channels.calls()
+        self.assertEqual(self.opened[:2] + self.opened[2:].count("front-end") * ["again"], ["front-end"] * 2)
+        self.assertEqual(len(self.channels.close()), 2 + HOLDERS)
+
+    def test_those_in_use_stay(self):
+        addresses = [f"h{i}" for i in range(HOLDERS + 5)]
+        for address in addresses:
+            self.channels.hold(address)
+            self.channels.streams(address)
+        self.assertEqual(self.use("h0"), [])  # is held still
+        self.assertEqual(self.names(self.channels.release("h7")), ["h7"])
+        self.assertEqual(self.names(self.channels.release("h9")), ["h9"])
+
+    def test_all_are_closed(self):
+        self.use("h")
+        self.assertEqual(self.names(self.channels.close()), ["front-end", "front-end", "h"])
+        for call in (self.channels.calls, lambda: self.channels.streams("front-end"), lambda: self.channels.streams("h")):
+            with self.assertRaises(meshfill.CancelledError):
+                call()
+
+
+class FakeChannel:
+    def __init__(self, address):
+        self.address = address
+
+    def __getattr__(self, name):
+        return lambda *_, **__: None
+
+
 class CursorTest(unittest.TestCase):
+    def test_how_long_it_waits_between_two_calls(self):
+        def delay(retry_after, breaks=1):
+            cursor = FetchCursor("l", make_range(KvShape(100, 2, 1, DIM, "bf16")), attempts=99)
+            return [cursor.retry_delay(meshfill.UnavailableError("away", retry_after=retry_after)) for _ in range(breaks)][-1]
+
+        for retry_after, breaks, least in ((None, 1, 0.1), (None, 3, 0.4), (None, 20, 2), (5, 1, 5), (5000, 1, 60), (0, 1, 0)):
+            delays = {delay(retry_after, breaks) for _ in range(20)}
+            self.assertTrue(all(least <= seconds <= least * 1.25 for seconds in delays), delays)
+            self.assertEqual(len(delays) > 1, least > 0)  # they do not come together
+
     def test_parts_out_of_order_are_refused(self):
         fetched = make_range(KvShape(100, 2, 1, DIM, "bf16"))
         for layer, first, tokens in ((1, 0, 10), (0, 10, 10), (0, 0, 101), (0, 0, 0)):
@@ -531,6 +715,20 @@ class AsyncTest(unittest.TestCase):
                     await task
 
         with FakeServer(part_tokens=60, lease_grace_seconds=9) as server:
+            asyncio.run(run(server))
+
+    def test_a_lease_ends_while_the_server_does_not_answer(self):
+        async def run(server):
+            async with meshfill.aio.Client(server.address) as client:
+                manifest = (await client.prefill([1] * 50, keep_kv=True, lease_seconds=600)).kv
+                begin = time.monotonic()
+                async with client.lease(manifest) as lease:
+                    await wait_until_async(lambda: server.count("RenewKv"))
+                self.assertLess(time.monotonic() - begin, 5)
+                self.assertIsNone(lease.lost)
+                self.assertEqual(next(request.seconds for name, request in server.calls if name == "RenewKv"), 600)
+
+        with FakeServer(faults=Faults(renew_seconds=60)) as server:
             asyncio.run(run(server))
 
     def test_the_tenant_of_a_prefill_is_that_of_its_lease(self):
