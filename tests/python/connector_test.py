@@ -1,6 +1,7 @@
 """MeshfillConnector, called as vLLM's scheduler and workers call it, against the fake server. Without vLLM."""
 
 import importlib.util
+import threading
 import time
 import unittest
 from unittest import mock
@@ -16,7 +17,11 @@ stub_vllm.install()
 
 from meshfill.vllm import MeshfillConnector, connector  # noqa: E402
 from meshfill.vllm.connector import KVConnectorRole  # noqa: E402
+from meshfill.vllm.pages import worker_part  # noqa: E402
+from meshfill.vllm.pauses import Pauses  # noqa: E402
+from meshfill.vllm.prefills import Prefills  # noqa: E402
 from meshfill.vllm.settings import Settings, check_version  # noqa: E402
+from meshfill.vllm.transfer import KvLoader  # noqa: E402
 from stub_vllm import PAGE, Namespace, Request, Scheduler  # noqa: E402
 
 connector.TorchPages = stub_vllm.NumpyPages
@@ -132,14 +137,53 @@ class ConnectorTest(ServerTest):
         scheduler.run(request)
         self.check_pages(scheduler, request, lambda rank: range(4))
 
+    def test_a_prompt_that_waits_takes_no_load_from_one_that_runs(self):
+        scheduler = self.start(faults=Faults(layer_seconds=30), extra={"loads": 1})
+        waiting = scheduler.add(Request("waiting", [1] * 400))
+        wait_until(lambda: scheduler.step() or self.server.leases)
+        self.server.faults = Faults()
+        self.assertEqual(scheduler.run(scheduler.add(Request("runs", [1] * 200))).computed_from, 199)
+        self.assertEqual((waiting.state, self.server.count("FetchKv")), ("waiting", 1))
+        scheduler.finish(waiting)
+        self.assert_released()
+
+    def test_of_a_prompt_in_pieces_loading_begins_with_the_last(self):
+        scheduler = self.start(faults=Faults(pieces=3, layer_seconds=0.1))
+        request = scheduler.add(Request("r", [1] * 200))
+        wait_until(lambda: scheduler.step() or request.state != "waiting")
+        (lease,) = self.server.leases.values()
+        self.assertGreaterEqual(lease.layers_done, 1)
+        scheduler.run(request)
+        self.check_pages(scheduler, request, lambda rank: range(4))
+
+    def test_a_load_has_the_time_that_its_prefill_has_left(self):
+        scheduler = self.start(faults=Faults(layer_seconds=0.5), extra={"timeout_seconds": 50})
+        request, loads, start = scheduler.add(Request("r", [1] * 200)), [], KvLoader.start
+        with mock.patch.object(KvLoader, "start", lambda loader, load: loads.append(load) or start(loader, load)):
+            scheduler.run(request)
+        (load,) = loads
+        self.assertGreater(49.6, load.timeout_seconds)
+        self.assertGreater(load.timeout_seconds, 20)
+
+    def test_a_load_without_time_fails(self):
+        scheduler = self.start()
+        with mock.patch.object(Prefills, "loading", lambda self, _: (next(iter(self._prefills.values())).lease, 0.0)):
+            with self.assertLogs(LOG, "WARNING") as logs:
+                self.assertEqual(scheduler.run(scheduler.add(Request("r", [1] * 200))).computed_from, 0)
+        self.assertIn("Deadline", logs.output[0])
+
     def test_a_refused_prompt_is_computed_with_one_warning(self):
         scheduler = self.start(faults=Faults(refuse=(grpc.StatusCode.RESOURCE_EXHAUSTED, "full"), retry_seconds=5.0))
         with self.assertLogs(LOG, "WARNING") as logs:
             request = scheduler.run(scheduler.add(Request("r", [1] * 333)))
-            again = scheduler.run(scheduler.add(Request("again", [1] * 333)))  # within the 5 s
-        self.assertEqual((request.computed_from, again.computed_from), (0, 0))
+            for tokens in (333, 334):  # within the 5 s
+                again = scheduler.run(scheduler.add(Request(f"again {tokens}", [1] * tokens)))
+                self.assertEqual(again.computed_from, 0)
+        self.assertEqual(request.computed_from, 0)
         self.assertEqual(len(logs.records), 1)
         self.assertEqual(self.server.count("Prefill"), 1)
+        self.server.faults = Faults()
+        self.assertEqual(scheduler.run(scheduler.add(Request("shorter", [1] * 332))).computed_from, 331)
 
     def test_a_server_that_is_away(self):
         scheduler = self.start(extra={"retry_seconds": 60.0})
@@ -148,6 +192,48 @@ class ConnectorTest(ServerTest):
             for name in ("one", "two", "three"):
                 self.assertEqual(scheduler.run(scheduler.add(Request(name, [1] * 333))).computed_from, 0)
         self.assertEqual(len(logs.records), 1)
+
+    def test_no_more_prompts_are_on_their_way_than_the_setting(self):
+        scheduler = self.start(faults=Faults(layer_seconds=30), extra={"prefills": 2})
+        requests = [scheduler.add(Request(f"r{i}", [1] * 200)) for i in range(4)]
+        wait_until(lambda: scheduler.step() or len(self.server.live) == 2)
+        for _ in range(20):
+            scheduler.step()
+        self.assertEqual(self.server.count("Prefill"), 2)
+        self.server.faults = Faults()
+        scheduler.finish(requests[0])
+        for request in requests[2:]:
+            self.assertEqual(scheduler.run(request).computed_from, 199)
+        scheduler.finish(requests[1])
+        self.assert_released()
+
+    def test_a_prompt_that_is_held_for_too_long(self):
+        scheduler = self.start(faults=Faults(layer_seconds=30), extra={"prefills": 1, "accept_timeout_seconds": 2.0})
+        scheduler.add(Request("first", [1] * 200))
+        wait_until(lambda: scheduler.step() or self.server.live)
+        with self.assertLogs(LOG, "WARNING") as logs:
+            self.assertEqual(scheduler.run(scheduler.add(Request("held", [1] * 200))).computed_from, 0)
+        self.assertEqual(len(logs.records), 1)
+        self.assertIn("1 prompts (prefills) were on their way", logs.output[0])
+        cancelled = scheduler.add(Request("cancelled", [1] * 200))
+        scheduler.step()
+        scheduler.finish(cancelled)
+        self.assertEqual(self.server.count("Prefill"), 1)
+
+    def test_a_prompt_that_is_held_is_not_sent_to_a_server_that_is_full(self):
+        scheduler = self.start(faults=Faults(layer_seconds=30), extra={"prefills": 2})
+        first = scheduler.add(Request("first", [1] * 300))
+        wait_until(lambda: scheduler.step() or self.server.live)
+        self.server.faults = Faults(
+            refuse=(grpc.StatusCode.RESOURCE_EXHAUSTED, "full"), retry_seconds=60.0, refuse_after=threading.Event()
+        )
+        refused, held = (scheduler.add(Request(name, [1] * 300)) for name in ("refused", "held"))
+        scheduler.step()
+        with self.assertLogs(LOG, "WARNING") as logs:
+            self.server.faults.refuse_after.set()
+            self.assertEqual([scheduler.run(request).computed_from for request in (refused, held)], [0, 0])
+        self.assertEqual((len(logs.records), self.server.count("Prefill")), (1, 2))
+        scheduler.finish(first)
 
     def test_a_server_that_does_not_accept_in_time(self):
         scheduler = self.start(faults=Faults(accept_seconds=30), extra={"accept_timeout_seconds": 2.0})
@@ -222,7 +308,7 @@ class ConnectorTest(ServerTest):
                     self.assert_released()
                     self.check_one_warning(logs, scheduler, request)
                 self.assertIn("CRC32C", logs.output[0])
-                self.assertEqual(len(self.server.cancelled), int(bool(faults)))
+                wait_until(lambda: len(self.server.cancelled) == int(bool(faults)))
 
     def test_the_loads_of_other_ranks_end_with_the_one_that_failed(self):
         scheduler = self.start(tp=2, faults=Faults(part_seconds=0.1, break_after_parts=[0] + [-1, 0, 0, 0, 0, 0]))
@@ -247,7 +333,7 @@ class ConnectorTest(ServerTest):
                 self.assertEqual(scheduler.run(scheduler.add(Request("r", [1] * 333))).computed_from, 0)
 
     def test_a_cancelled_request_cancels_its_prefill(self):
-        for steps, faults in ((1, Faults(accept_seconds=30)), (None, Faults(layer_seconds=30))):
+        for steps, faults in ((1, Faults(accept_seconds=30)), (None, Faults(layer_seconds=2))):
             scheduler = self.start(faults=faults)
             request = scheduler.add(Request("r", [1] * 333))
             scheduler.step()
@@ -291,6 +377,48 @@ class ConnectorTest(ServerTest):
 
         wait_until(renewed, seconds=6)  # those that come late for a lease of a second take longer
         self.assertEqual(scheduler.run(request).computed_from, 332)
+
+
+class PausesTest(unittest.TestCase):
+    def test_those_that_are_at_least_as_long_wait(self):
+        pauses = Pauses()
+        pauses.add(20, 1000, now=0)
+        self.assertEqual([pauses.holds(tokens, 19) for tokens in (999, 1000, 5000)], [False, True, True])
+        self.assertFalse(pauses.holds(5000, 20))
+
+    def test_a_pause_takes_nothing_from_another(self):
+        pauses = Pauses()
+        pauses.add(20, 1000, now=0)
+        pauses.add(5, 10, now=1)
+        pauses.add(5, 2000, now=1)
+        pauses.add(0, 0, now=1)
+        self.assertEqual([pauses.holds(tokens, 2) for tokens in (9, 10, 1000)], [False, True, True])
+        self.assertEqual([pauses.holds(tokens, 7) for tokens in (10, 999, 1000, 2000)], [False, False, True, True])
+        pauses.add(60, 500, now=7)
+        self.assertEqual([pauses.holds(tokens, 30) for tokens in (499, 500, 1000)], [False, True, True])
+
+    def test_a_server_is_obeyed_up_to_a_bound(self):
+        pauses = Pauses()
+        pauses.add(1e9, 0, now=0)
+        self.assertEqual((pauses.holds(1, 599), pauses.holds(1, 600)), (True, False))
+
+
+class WorkerPartTest(unittest.TestCase):
+    def part(self, heads_of_layers, model_kv_heads, tp_size, tp_rank=0):
+        layers = {number: stub_vllm.Layer(heads) for number, heads in enumerate(heads_of_layers)}
+        shape = {"model_layers": 8, "model_kv_heads": model_kv_heads, "head_dim": 8, "dtype": "bf16"}
+        return worker_part(layers, tp_rank=tp_rank, tp_size=tp_size, **shape)
+
+    def test_heads_are_shared_out_among_the_ranks(self):
+        for heads, model_kv_heads, tp_size, firsts in ((4, 4, 1, [0]), (2, 4, 2, [0, 2]), (1, 2, 4, [0, 0, 1, 1])):
+            parts = [self.part([heads] * 3, model_kv_heads, tp_size, rank) for rank in range(tp_size)]
+            self.assertEqual([part.first_head for part in parts], firsts)
+            self.assertEqual({part.heads for part in parts}, {heads})
+
+    def test_layers_with_other_heads_are_refused(self):
+        for heads, model_kv_heads, tp_size in (([1, 1], 4, 2), ([4, 4], 4, 2), ([2, 2, 1], 4, 2), ([2, 4], 4, 2), ([2], 1, 1)):
+            with self.assertRaisesRegex(RuntimeError, "KV heads on each"):
+                self.part(heads, model_kv_heads, tp_size)
 
 
 class ConfigurationTest(unittest.TestCase):

@@ -4,7 +4,7 @@ The life of a long prompt:
 
     scheduler                                    workers, each
     get_num_new_matched_tokens  → None             (prompt on its way to Meshfill; vLLM asks again each step)
-    get_num_new_matched_tokens  → n, async         (Accepted: Meshfill has a lease, and computes or waits)
+    get_num_new_matched_tokens  → n, async         (Meshfill has computed a layer)
     update_state_after_alloc                       (vLLM has set pages aside)
     build_connector_meta        ── KvLoad ───────► start_load_kv: a thread fetches this rank's layers and heads,
                                                    layer by layer, while Meshfill computes the next ones
@@ -112,11 +112,11 @@ class MeshfillConnector(KVConnectorBase_V1):
             return
         prompt_tokens = len(request.prompt_token_ids)
         first_token = prompt_tokens - 1 - num_external_tokens
-        lease = self._prefills.loading(request.request_id)
+        lease, seconds = self._prefills.loading(request.request_id)
         block_ids = tuple(blocks.get_block_ids()[0])
         pages = -(-(prompt_tokens - 1) // self._page_tokens)
         self._loads.append(
-            KvLoad(request.request_id, lease, prompt_tokens, first_token, num_external_tokens, block_ids[:pages])
+            KvLoad(request.request_id, lease, prompt_tokens, first_token, num_external_tokens, block_ids[:pages], seconds)
         )
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
@@ -205,7 +205,6 @@ class MeshfillConnector(KVConnectorBase_V1):
             part,
             TorchPages(found, self._page_tokens),
             loads=self._settings.loads,
-            timeout_seconds=self._settings.timeout_seconds,
             log=logger,
         )
 

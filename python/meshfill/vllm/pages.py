@@ -44,9 +44,13 @@ def worker_part(
     numbers: List[int] = list(layers)
     if not numbers or numbers != list(range(numbers[0], numbers[-1] + 1)):
         raise RuntimeError(f"MeshfillConnector needs consecutive attention layers, this worker has {numbers}")
-    heads = next(iter(layers.values())).num_kv_heads
-    if heads * tp_size >= model_kv_heads and heads != max(1, model_kv_heads // tp_size):
-        raise RuntimeError(f"{heads} KV heads on each of {tp_size} ranks are not the model's {model_kv_heads}")
+    heads = max(1, model_kv_heads // tp_size)
+    for number, layer in layers.items():
+        if layer.num_kv_heads != heads:
+            raise RuntimeError(
+                f"layer {number} has {layer.num_kv_heads} KV heads on each of {tp_size} ranks, and {heads} of the model's "
+                f"{model_kv_heads} were expected; MeshfillConnector does not serve this model"
+            )
     first_head = tp_rank * model_kv_heads // tp_size
     return WorkerPart(model_layers, numbers[0], len(numbers), model_kv_heads, first_head, heads, head_dim, dtype)
 

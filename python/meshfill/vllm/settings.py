@@ -13,9 +13,10 @@ TESTED_VLLM = ("0.32.0",)
 class Settings:
     server: str  # HOST:PORT of the front-end
     min_tokens: int = 8192  # prompt tokens that vLLM has not cached, from which on a prompt goes to Meshfill
+    prefills: int = 32  # prompts on their way through Meshfill at once; others are held, and not for longer than to accept
     timeout_seconds: float = 600.0  # of a prefill with its transfer; then vLLM computes
     accept_timeout_seconds: float = 10.0  # from the first byte to Accepted; then vLLM computes
-    retry_seconds: float = 10.0  # after a server that was away or full: no prompt goes there
+    retry_seconds: float = 10.0  # after a server that was away: no prompt goes there
     lease_seconds: int = 60  # renewed while K and V are loaded
     loads: int = 4  # prompts that a worker loads at once
     model: str = ""  # served name; "": whatever the server has loaded

@@ -17,6 +17,7 @@ from typing import Any, Dict, Optional, Protocol, Set, Tuple
 import numpy as np
 
 from ..client import Client
+from ..deadlines import deadline_in, seconds_left
 from ..errors import MeshfillError
 from ..fetch import KvFetch
 from ..kv import KvShape
@@ -32,6 +33,7 @@ class KvLoad:
     first_token: int  # a multiple of the page
     tokens: int
     block_ids: Tuple[int, ...]  # vLLM's pages of the prompt, from its token 0 on
+    timeout_seconds: float  # what is left for the load, when the workers are told
 
 
 @dataclass(frozen=True)
@@ -78,13 +80,10 @@ def page_slots(load: KvLoad, page_tokens: int, first_token: int, tokens: int) ->
 class KvLoader:
     """Loads of one worker. Called by vLLM's thread; no call but wait() blocks."""
 
-    def __init__(
-        self, client: Client, part: WorkerPart, pages: Pages, *, loads: int, timeout_seconds: float, log: logging.Logger
-    ):
+    def __init__(self, client: Client, part: WorkerPart, pages: Pages, *, loads: int, log: logging.Logger):
         self._client = client
         self._part = part
         self._pages = pages
-        self._timeout_seconds = timeout_seconds
         self._log = log
         self._threads = ThreadPoolExecutor(max(1, loads), thread_name_prefix="meshfill-load")
         self._changed = threading.Condition()
@@ -96,7 +95,7 @@ class KvLoader:
     def start(self, load: KvLoad) -> None:
         with self._changed:
             self._active[load.request_id] = None
-        self._threads.submit(self._run, load, self._pages.fence())
+        self._threads.submit(self._run, load, self._pages.fence(), deadline_in(load.timeout_seconds))
 
     def stop(self, request_id: str) -> None:
         """Nothing happens where the load has ended."""
@@ -129,11 +128,11 @@ class KvLoader:
             self.stop(request_id)
         self._threads.shutdown(wait=True)
 
-    def _run(self, load: KvLoad, fence: Any) -> None:
+    def _run(self, load: KvLoad, fence: Any, deadline: Optional[float]) -> None:
         why = ""
         try:
             with self._pages.begin(fence):
-                if not self._load(load):
+                if not self._load(load, deadline):
                     why = "the load was stopped"
         except MeshfillError as error:
             why = str(error)
@@ -149,7 +148,7 @@ class KvLoader:
             self._stopped.discard(load.request_id)
             self._changed.notify_all()
 
-    def _load(self, load: KvLoad) -> bool:
+    def _load(self, load: KvLoad, deadline: Optional[float]) -> bool:
         """False: stopped before it began. MeshfillError: K and V are not whole."""
         part = self._part
         fetch = self._client.fetch_kv(
@@ -161,7 +160,7 @@ class KvLoader:
             layers=part.layers,
             first_head=part.first_head,
             heads=part.heads,
-            timeout=self._timeout_seconds,
+            timeout=seconds_left(deadline),
         )
         with self._changed:
             if load.request_id in self._stopped:
