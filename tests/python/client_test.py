@@ -405,7 +405,7 @@ class AsyncClientTest(unittest.TestCase):
 
     def test_it_is_there_without_an_import_of_its_own(self):
         code = "import meshfill, sys; assert 'meshfill.aio' not in sys.modules; meshfill.aio.Client; meshfill.nothing"
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
         self.assertIn("AttributeError: module 'meshfill' has no attribute 'nothing'", done.stderr)
 
 
