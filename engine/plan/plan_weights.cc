@@ -52,6 +52,8 @@ PlanWeights PlanWeights::WithoutHead() const {
   return layers;
 }
 
+bool WeightModeBytes::fits_host() const { return host_memory_bytes == 0 || host_bytes <= host_memory_bytes; }
+
 int64_t ShareBytes(const PlanWeights& one, int workers) { return (one.loaded_bytes + workers - 1) / workers; }
 
 PlanWeights SharedAmong(const PlanWeights& one, int workers, const Link& link) {

@@ -40,6 +40,11 @@ struct WeightModeBytes {
   int64_t bytes;
   bool fits;           // they fit in what is free now
   double seconds = 0;  // predicted with the weights held so; 0: no plan was made
+  // For GPUs that are not here, of a node's host: streamed weights, and K and V that stay; 0: none are known.
+  int64_t host_bytes = 0;
+  int64_t host_memory_bytes = 0;  // what that host has for them; 0: not bounded
+
+  bool fits_host() const;
 };
 
 // Weights that `workers` workers share, of all together: each keeps an equal part, and gathers the others' by

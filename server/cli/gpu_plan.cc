@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <numeric>
 #include <optional>
+#include <span>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -15,9 +16,28 @@
 namespace meshfill {
 namespace {
 
-PoolSpeed SpeedOf(const GpuCluster& gpus) {
+// FLOPs of one token in the experts that it uses, in all layers.
+double ExpertFlopsPerToken(const ModelShape& model) {
+  double flops = 0;
+  model.ForEachKind([&](const LayerForm& form, int layers) {
+    for (const LayerTensor& tensor : LayerTensors(LayerShapeOf(model, form))) {
+      if (tensor.part != LayerPart::kExpertGateUp && tensor.part != LayerPart::kExpertDown) continue;
+      flops +=
+          2.0 * layers * static_cast<double>(tensor.used_copies * tensor.out_features * tensor.in_features);
+    }
+  });
+  return flops;
+}
+
+// Of a token's products in all layers.
+double GemmFlopsPerSecond(const ModelShape& model, const GpuCluster& gpus) {
+  const double all = ProjectionFlopsPerToken(model), experts = ExpertFlopsPerToken(model);
+  return gpus.gemm_flops_per_second * (all / (all - experts + experts / gpus.experts_gemm_share));
+}
+
+PoolSpeed SpeedOf(const ModelShape& model, const GpuCluster& gpus) {
   PoolSpeed speed;
-  speed.gemm_flops_per_second = gpus.gemm_flops_per_second;
+  speed.gemm_flops_per_second = GemmFlopsPerSecond(model, gpus);
   speed.attention_flops_per_second = gpus.cluster.attention_flops_per_second;
   speed.merge_bytes_per_second = gpus.memory_bytes_per_second;
   speed.lm_head_bytes_per_second = gpus.memory_bytes_per_second;
@@ -30,6 +50,7 @@ struct Held {
   PlanWeights weights;
   int64_t kept_bytes = 0;     // bytes on one GPU, whether something runs or not
   int64_t passing_bytes = 0;  // bytes on one GPU, for each run
+  int64_t host_bytes = 0;     // bytes on a node's host, which its GPUs share
   const char* not_yet = "";   // why Meshfill does not do it so far
 };
 
@@ -83,16 +104,44 @@ std::vector<Held> WaysToHold(const ModelShape& model, const GpuCluster& gpus, co
                                 .layer_seconds = seconds(bytes.most_layer),
                                 .head_seconds = seconds(bytes.head)},
                     .kept_bytes = bytes.embedding,
-                    .passing_bytes = for_a_run});
+                    .passing_bytes = for_a_run,
+                    .host_bytes = bytes.layers + bytes.head});
   }
   return ways;
+}
+
+// Bytes of K and V that stay on the host of a full node: what is cached, and of a prompt in pieces all.
+int64_t HostKvBytes(const ModelShape& model, const GpuCluster& gpus, const PlanRequest& request,
+                    const PlanChoice& choice) {
+  const int64_t tokens = request.cached_tokens + (choice.pieces.empty() ? 0 : request.tokens);
+  const int64_t of_node = std::min(request.ranks, gpus.cluster.gpus_per_node);
+  return model.layers * model.kv_bytes((tokens * of_node + request.ranks - 1) / request.ranks);
+}
+
+// What all modes would need, for an error.
+std::string NeedsOf(std::span<const WeightModeBytes> modes) {
+  const auto gigabytes = [](int64_t bytes) {
+    return absl::StrFormat("%.1f GB", static_cast<double>(bytes) / 1e9);
+  };
+  std::string needs;
+  bool hosts = false;
+  for (const WeightModeBytes& mode : modes) {
+    absl::StrAppend(&needs, needs.empty() ? " " : ", ", WeightModeName(mode.mode), " ",
+                    gigabytes(mode.bytes));
+    if (mode.fits_host()) continue;
+    absl::StrAppend(&needs, " and ", gigabytes(mode.host_bytes), " of a node's host, which has ",
+                    gigabytes(mode.host_memory_bytes));
+    hosts = true;
+  }
+  return absl::StrCat("; of a GPU, weights take", needs, ": give --ranks more, or GPUs",
+                      hosts ? " and hosts" : "", " with more memory");
 }
 
 }  // namespace
 
 absl::StatusOr<GpuPlan> PlanOnGpus(const ModelShape& model, const GpuCluster& gpus, PlanRequest request,
                                    int64_t granule_tokens) {
-  const PoolSpeed speed = SpeedOf(gpus);
+  const PoolSpeed speed = SpeedOf(model, gpus);
   request.one_memory = false;
   request.kv_on_host = true;
   request.topology = sim::TopologyOf(gpus.cluster, request.ranks);
@@ -103,10 +152,13 @@ absl::StatusOr<GpuPlan> PlanOnGpus(const ModelShape& model, const GpuCluster& gp
   std::vector<std::string> not_yet;  // of the best
   std::vector<WeightModeBytes> modes;
   for (const Held& way : WaysToHold(model, gpus, request)) {
-    WeightModeBytes& mode = modes.emplace_back(WeightModeBytes{
-        .mode = way.weights.mode, .bytes = way.kept_bytes + way.passing_bytes, .fits = false});
+    WeightModeBytes& mode = modes.emplace_back(WeightModeBytes{.mode = way.weights.mode,
+                                                               .bytes = way.kept_bytes + way.passing_bytes,
+                                                               .fits = false,
+                                                               .host_bytes = way.host_bytes,
+                                                               .host_memory_bytes = gpus.host_memory_bytes});
     const int64_t left = (gpus.memory_bytes - way.kept_bytes) / 100 * kGpuUsablePercent;
-    if (left <= way.passing_bytes) continue;
+    if (left <= way.passing_bytes || !mode.fits_host()) continue;
     mode.fits = true;
     request.weights = way.weights;
     request.memory_budget_bytes = left * request.ranks;
@@ -114,6 +166,13 @@ absl::StatusOr<GpuPlan> PlanOnGpus(const ModelShape& model, const GpuCluster& gp
     if (!choice.ok()) {
       if (!absl::IsFailedPrecondition(choice.status())) return choice.status();
       status = choice.status();
+      continue;
+    }
+    mode.host_bytes += HostKvBytes(model, gpus, request, *choice);
+    if (!mode.fits_host()) {
+      mode.fits = false;
+      status = absl::FailedPreconditionError(absl::StrCat(
+          "the K and V of ", request.cached_tokens + request.tokens, " tokens do not fit the nodes' hosts"));
       continue;
     }
     mode.seconds = choice->plan.predicted.seconds;
@@ -126,13 +185,7 @@ absl::StatusOr<GpuPlan> PlanOnGpus(const ModelShape& model, const GpuCluster& gp
     return GpuPlan{
         .choice = *std::move(best), .speed = speed, .modes = std::move(modes), .not_yet = std::move(not_yet)};
   }
-  std::string needs;
-  for (const WeightModeBytes& mode : modes) {
-    absl::StrAppendFormat(&needs, "%s %s %.1f GB", needs.empty() ? "" : ",", WeightModeName(mode.mode),
-                          static_cast<double>(mode.bytes) / 1e9);
-  }
-  return absl::FailedPreconditionError(absl::StrCat(status.message(), "; of a GPU, weights take", needs,
-                                                    ": give --ranks more, or GPUs with more memory"));
+  return absl::FailedPreconditionError(absl::StrCat(status.message(), NeedsOf(modes)));
 }
 
 }  // namespace meshfill

@@ -111,6 +111,8 @@ std::string PlanJson(const v1::PlanReply& reply, std::span<const WeightModeBytes
     Json& mode = modes.emplace_back(
         Json{{"mode", WeightModeName(each.mode)}, {"bytes", each.bytes}, {"fits", each.fits}});
     if (each.seconds > 0) mode["seconds"] = each.seconds;
+    if (each.host_bytes > 0) mode["host_bytes"] = each.host_bytes;
+    if (each.host_memory_bytes > 0) mode["host_memory_bytes"] = each.host_memory_bytes;
   }
   Json weights = {{"mode", reply.weights()},
                   {"bytes", reply.predicted().weight_bytes()},

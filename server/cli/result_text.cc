@@ -281,6 +281,20 @@ std::string PoolText(const v1::PoolStatus& status) {
   return absl::StrCat(text, requests.Text(), workers.Text());
 }
 
+namespace {
+
+// What the mode takes of the hosts, and what these have where that is less.
+std::string OfHost(const WeightModeBytes& mode) {
+  if (mode.host_bytes == 0) return "";
+  const std::string lacks =
+      mode.fits_host()
+          ? ""
+          : absl::StrCat(", which has ", FormatBytes(static_cast<double>(mode.host_memory_bytes)));
+  return absl::StrCat(", ", FormatBytes(static_cast<double>(mode.host_bytes)), " of each node's host", lacks);
+}
+
+}  // namespace
+
 std::string PlanText(const v1::PlanReply& reply, int64_t tokens,
                      std::span<const WeightModeBytes> weight_modes, const char* place,
                      std::span<const std::string> not_yet) {
@@ -295,16 +309,20 @@ std::string PlanText(const v1::PlanReply& reply, int64_t tokens,
   const std::string added = reply.weights() == WeightModeName(WeightMode::kResident)
                                 ? ""
                                 : absl::StrCat(", which adds ", FormatSeconds(predicted.weight_seconds()));
+  const auto is_chosen = [&](const WeightModeBytes& mode) {
+    return WeightModeName(mode.mode) == reply.weights();
+  };
+  const auto chosen = std::find_if(weight_modes.begin(), weight_modes.end(), is_chosen);
   AppendLine("weights",
              absl::StrCat(reply.weights(), ", ", FormatBytes(static_cast<double>(predicted.weight_bytes())),
-                          " of memory", added),
+                          " of memory", chosen == weight_modes.end() ? "" : OfHost(*chosen), added),
              text);
   for (const WeightModeBytes& each : weight_modes) {
-    if (WeightModeName(each.mode) == reply.weights()) continue;
+    if (is_chosen(each)) continue;
     AppendLine(
         "",
         absl::StrCat(WeightModeName(each.mode), " would need ", FormatBytes(static_cast<double>(each.bytes)),
-                     " of ", place, each.fits ? "" : ", more than is free",
+                     " of ", place, OfHost(each), each.fits || !each.fits_host() ? "" : ", more than is free",
                      each.seconds > 0 ? absl::StrCat(", and take ", FormatSeconds(each.seconds)) : ""),
         text);
   }

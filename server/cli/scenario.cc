@@ -69,7 +69,9 @@ class ScenarioReader {
     GpuCluster gpus = {.gemm_flops_per_second = section.gemm_flops_per_second(),
                        .memory_bytes_per_second = section.memory_bytes_per_second(),
                        .host_bytes_per_second = section.host_bytes_per_second(),
-                       .memory_bytes = static_cast<int64_t>(section.memory_bytes())};
+                       .memory_bytes = static_cast<int64_t>(section.memory_bytes()),
+                       .host_memory_bytes = static_cast<int64_t>(section.host_memory_bytes())};
+    if (section.has_experts_gemm_share()) gpus.experts_gemm_share = section.experts_gemm_share();
     RETURN_IF_ERROR(ReadCluster(key, section, gpus.cluster));
     for (const auto& [name, value] : {std::pair{"gemm_flops_per_second", gpus.gemm_flops_per_second},
                                       std::pair{"memory_bytes_per_second", gpus.memory_bytes_per_second},
@@ -79,6 +81,9 @@ class ScenarioReader {
     }
     if (!(gpus.host_bytes_per_second >= 0) || !std::isfinite(gpus.host_bytes_per_second)) {
       return Refuse(absl::StrCat(key, ".host_bytes_per_second"), "must be finite, and 0 or more");
+    }
+    if (!(gpus.experts_gemm_share > 0) || gpus.experts_gemm_share > 1) {
+      return Refuse(absl::StrCat(key, ".experts_gemm_share"), "must be above 0, and 1 at most");
     }
     return gpus;
   }

@@ -44,6 +44,8 @@ struct GpuCluster {
   double memory_bytes_per_second = 0;
   double host_bytes_per_second = 0;  // 0: weights cannot stream
   int64_t memory_bytes = 0;
+  double experts_gemm_share = 1;  // speed of experts' products, of gemm_flops_per_second
+  int64_t host_memory_bytes = 0;  // of a node's host; 0: not bounded
 };
 
 // The cluster of a scenario that has these keys, too. Errors as below.

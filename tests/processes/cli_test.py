@@ -361,8 +361,34 @@ class CliTest(CliTestCase):
         for context in ([], ["--context", longer - 1], ["--context", longer, "--cached", 1]):
             self.refuse("plan", "--cluster", cluster, "--model", minimax, "--tokens", longer, "--ranks", 16, *context,
                         status=2, message="above the model's context")
+        # Nodes whose hosts hold no copy of the weights.
+        low = self.tmp / "low.yaml"
+        low.write_text(fast.read_text().replace("host_memory_bytes: 2TB", "host_memory_bytes: 512GB"))
+        modes = {name: {mode["mode"]: mode for mode in json.loads(self.succeed(
+            "plan", "--cluster", name, "--model", llama, "--tokens", 100_000, "--ranks", 64, "--json"))["weights"]["modes"]}
+            for name in (fast, low)}
+        self.assertTrue(modes[fast]["streamed"]["fits"])
+        self.assertFalse(modes[low]["streamed"]["fits"])
+        self.assertNotIn("seconds", modes[low]["streamed"])
+        self.assertEqual(modes[low]["streamed"]["host_memory_bytes"], 512e9)
+        self.assertGreater(modes[low]["streamed"]["host_bytes"], 512e9)
+        self.assertEqual(modes[low]["sharded"], {**modes[fast]["sharded"], "host_memory_bytes": 512e9})
+        text = self.succeed("plan", "--cluster", low, "--model", llama, "--tokens", 100_000, "--ranks", 64)
+        self.assertRegex(text, r"weights +sharded")
+        self.assertRegex(text, r"streamed would need \d+\.\d GiB of a GPU, 7\d\d\.\d GiB of each node's host, which has 476\.8 GiB\n")
+        self.refuse("plan", "--cluster", low, "--model", llama, "--tokens", 1000, "--ranks", 1, status=1,
+                    message="do not fit 1 GPU.*streamed.* GB of a node's host, which has 512.0 GB.*hosts with more memory")
+        # Experts cost more where their products are slower, and a dense model's no more.
+        even = self.tmp / "even.yaml"
+        even.write_text(re.sub("experts_gemm_share: .*", "experts_gemm_share: 1", cluster.read_text()))
+        for model, slower in ((minimax, True), (llama, False)):
+            slow, quick = (json.loads(self.succeed("plan", "--cluster", name, "--model", model, "--tokens", 100_000, "--ranks", 32,
+                                                   "--json"))["predicted"]["compute_seconds"] for name in (cluster, even))
+            (self.assertGreater if slower else self.assertEqual)(slow, quick)
+        even.write_text(even.read_text().replace("experts_gemm_share: 1", "experts_gemm_share: 1.5"))
+        self.refuse("plan", "--cluster", even, "--model", llama, "--tokens", 1000, status=2, message="even.yaml:.*experts_gemm_share: must be")
         small = self.tmp / "small.yaml"
-        small.write_text(cluster.read_text().replace("memory_bytes: 80GB", "memory_bytes: 8GB"))
+        small.write_text(cluster.read_text().replace(" memory_bytes: 80GB", " memory_bytes: 8GB"))
         self.refuse("plan", "--cluster", small, "--model", llama, "--tokens", 1000, "--ranks", 1, status=1,
                     message="do not fit 1 GPU of 8.0 GB.*resident.*streamed.*--ranks more")
 

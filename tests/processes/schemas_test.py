@@ -72,6 +72,11 @@ class SchemasTest(CliTestCase):
             text = self.succeed("plan", "--config", self.config, "--tokens", 777, *options)
             self.assertIn(f"partial outputs in {plan.get('partial_dtype', 'f32')}, ranks {plan.get('placement', 'row-first')}", text)
 
+    def test_plan_for_a_cluster(self):
+        plan = self.check(self.succeed("plan", "--cluster", ROOT / "configs/scenarios/h100_nodes.yaml", "--json", "--tokens", 100_000,
+                                       "--model", ROOT / "configs/models/llama-3.1-405b", "--ranks", 64), "plan")
+        self.assertIn("host_bytes", plan["weights"]["modes"][-1])
+
     def test_simulate(self):
         self.check(self.succeed("simulate", "--scenario", ROOT / "configs/scenarios/ethernet.yaml", "--json"), "simulate", "strategies")
 

@@ -9,6 +9,7 @@
 #include <random>
 #include <string>
 
+#include "absl/strings/str_format.h"
 #include "engine/model/layer_shape.h"
 #include "tests/engine/random_seed.h"
 
@@ -111,6 +112,24 @@ TEST(GpuPlan, NodesShareEachForItselfWhereThereIsRoom) {
   }
 }
 
+// Of one layer all has room where two that stream do not.
+TEST(GpuPlan, WhatStreamsNeedsRoomForTwoLayers) {
+  std::mt19937_64 random(TestSeed());
+  ModelShape model = Model(random);
+  model.layers = 1;
+  model.vocab = 1024;
+  const WeightBytes bytes = WeightBytesOf(model, DType::kBf16);
+  const int64_t percents =
+      kPartsAhead * bytes.most_layer / 85;  // of what the embedding leaves, 85 are usable
+  for (const int64_t spare : {0, 1}) {
+    const auto plan = PlanOnGpus(model, Cluster(bytes.embedding + 100 * (percents + spare)),
+                                 {.tokens = 1000, .ranks = 1}, kGranule);
+    ASSERT_TRUE(plan.ok()) << plan.status();
+    EXPECT_EQ(plan->choice.weights.mode, WeightMode::kResident);
+    EXPECT_EQ(Find(*plan, WeightMode::kStreamed)->fits, spare == 1);
+  }
+}
+
 // FP8 is counted as it lies, and with what one product is widened into.
 TEST(GpuPlan, CountsWhatFp8IsWidenedInto) {
   std::mt19937_64 random(TestSeed());
@@ -152,6 +171,122 @@ TEST(GpuPlan, ResidentWeightsCostNoTime) {
   }
 }
 
+// They come from the host of a node, whose GPUs have one copy together: all but the embedding.
+TEST(GpuPlan, StreamsWhatTheHostHasRoomFor) {
+  std::mt19937_64 random(TestSeed());
+  const ModelShape model = Model(random);
+  const WeightBytes bytes = WeightBytesOf(model, DType::kBf16);
+  const int64_t on_host = bytes.layers + bytes.head;
+  for (const int ranks : {1, 8, 16}) {
+    for (const int64_t room : {int64_t{0}, on_host, on_host - 1, int64_t{1}}) {  // 0: not bounded
+      SCOPED_TRACE(testing::Message() << ranks << " GPUs, " << room << " of " << on_host);
+      GpuCluster gpus = Cluster(int64_t{1} << 42);
+      gpus.host_memory_bytes = room;
+      const auto plan = PlanOnGpus(model, gpus, {.tokens = 4000, .ranks = ranks}, kGranule);
+      ASSERT_TRUE(plan.ok()) << plan.status();
+      const WeightModeBytes* streamed = Find(*plan, WeightMode::kStreamed);
+      const bool fits = room == 0 || room >= on_host;
+      EXPECT_EQ(streamed->fits, fits);
+      EXPECT_EQ(streamed->seconds > 0, fits);
+      EXPECT_EQ(streamed->host_bytes, on_host);
+      EXPECT_EQ(streamed->host_memory_bytes, room);
+      EXPECT_TRUE(Find(*plan, WeightMode::kResident)->fits);
+      EXPECT_EQ(Find(*plan, WeightMode::kResident)->host_bytes, 0);
+    }
+  }
+}
+
+// What streams where nothing else fits is planned, and where the host has no room, the error says what it
+// would need.
+TEST(GpuPlan, SaysWhatTheHostWouldNeed) {
+  std::mt19937_64 random(TestSeed());
+  const ModelShape model = Model(random);
+  const WeightBytes bytes = WeightBytesOf(model, DType::kBf16);
+  GpuCluster gpus = Cluster((bytes.layers + bytes.head) / 2);
+  gpus.host_memory_bytes = bytes.layers + bytes.head;
+  const PlanRequest request = {.tokens = 4000, .ranks = 1};
+  const auto plan = PlanOnGpus(model, gpus, request, kGranule);
+  ASSERT_TRUE(plan.ok()) << plan.status();
+  EXPECT_EQ(plan->choice.weights.mode, WeightMode::kStreamed);
+  gpus.host_memory_bytes = 1'000'000'000;
+  const auto refused = PlanOnGpus(model, gpus, request, kGranule);
+  EXPECT_TRUE(absl::IsFailedPrecondition(refused.status())) << refused.status();
+  EXPECT_THAT(std::string(refused.status().message()), HasSubstr("the weights do not fit 1 GPU of"));
+  EXPECT_THAT(
+      std::string(refused.status().message()),
+      HasSubstr(absl::StrFormat("%.1f GB of a node's host, which has 1.0 GB: give --ranks more, or GPUs "
+                                "and hosts with more memory",
+                                static_cast<double>(bytes.layers + bytes.head) / 1e9)));
+}
+
+// K and V of a prefix are on the hosts, and of a prompt in pieces all are: of a full node what its GPUs have.
+TEST(GpuPlan, KeepsKAndVOnTheHosts) {
+  std::mt19937_64 random(TestSeed());
+  const ModelShape model = Model(random);
+  const WeightBytes bytes = WeightBytesOf(model, DType::kBf16);
+  const int64_t all = bytes.layers + bytes.head + bytes.embedding;
+  for (const int ranks : {1, 8, 16}) {
+    for (const bool pieces : {false, true}) {
+      SCOPED_TRACE(testing::Message() << ranks << (pieces ? " GPUs, in pieces" : " GPUs, behind a prefix"));
+      GpuCluster gpus = Cluster(all + (pieces ? int64_t{6} << 30 : int64_t{1} << 42));
+      gpus.host_bytes_per_second = 0;  // nothing streams
+      const PlanRequest request = {.tokens = pieces ? int64_t{ranks} << 18 : 1 << 14,
+                                   .cached_tokens = pieces ? 0 : 1 << 15,
+                                   .ranks = ranks};
+      const int64_t kept_tokens = pieces ? request.tokens : request.cached_tokens;
+      const int64_t kept = model.layers * model.kv_bytes(kept_tokens) / std::max(1, ranks / 8);
+      for (const int64_t room : {int64_t{0}, kept, kept - 1}) {  // 0: not bounded
+        gpus.host_memory_bytes = room;
+        const auto plan = PlanOnGpus(model, gpus, request, kGranule);
+        const bool enough = room != kept - 1;
+        if (!plan.ok()) {
+          EXPECT_FALSE(enough);
+          EXPECT_TRUE(absl::IsFailedPrecondition(plan.status())) << plan.status();
+          EXPECT_THAT(std::string(plan.status().message()), HasSubstr("do not fit the nodes' hosts"));
+          continue;
+        }
+        // GPUs that share the weights may have room for the whole prompt.
+        EXPECT_TRUE(enough || (pieces && ranks > 1));
+        const WeightModeBytes* resident = Find(*plan, WeightMode::kResident);
+        EXPECT_EQ(resident->host_bytes, kept);
+        EXPECT_EQ(resident->fits, enough);
+        EXPECT_EQ(resident->seconds > 0, enough);
+      }
+    }
+  }
+}
+
+// Their share is of what tokens do in experts alone; a dense model's products are as fast as they are.
+TEST(GpuPlan, ProductsOfExpertsHaveARateOfTheirOwn) {
+  std::mt19937_64 random(TestSeed());
+  ModelShape model = Model(random);
+  const PlanRequest request = {.tokens = 20'000, .ranks = 4};
+  GpuCluster gpus = Cluster(int64_t{1} << 42);
+  gpus.experts_gemm_share = 0.25;
+  const auto dense = PlanOnGpus(model, gpus, request, kGranule);
+  ASSERT_TRUE(dense.ok()) << dense.status();
+  EXPECT_EQ(dense->speed.gemm_flops_per_second, 650e12);
+
+  model.experts = {.count = 16, .used = 3, .width = 512, .shared_width = 256};
+  model.kinds = {{{}, 5}, {{.mlp = MlpKind::kExperts}, model.layers - 5}};
+  const auto hidden = static_cast<double>(model.hidden);
+  const double attention = 2 * hidden * (2 * 4096 + 2 * 1024);  // of q, o, k and v
+  const double expert_layers = model.layers - 5;
+  const double others = model.layers * attention + 5 * 6 * hidden * static_cast<double>(model.intermediate) +
+                        expert_layers * (2 * hidden * 16 + 6 * hidden * 256);
+  const double experts = expert_layers * 3 * 6 * hidden * 512;
+  double before = 0;
+  for (const double share : {1.0, 0.5, 0.25}) {
+    gpus.experts_gemm_share = share;
+    const auto plan = PlanOnGpus(model, gpus, request, kGranule);
+    ASSERT_TRUE(plan.ok()) << plan.status();
+    EXPECT_NEAR((others + experts) / plan->speed.gemm_flops_per_second, (others + experts / share) / 650e12,
+                1e-9 * others / 650e12);
+    EXPECT_GT(plan->choice.plan.predicted.compute_seconds, before);
+    before = plan->choice.plan.predicted.compute_seconds;
+  }
+}
+
 TEST(GpuPlan, SaysWhatTheWeightsWouldTakeWhereNothingFits) {
   std::mt19937_64 random(TestSeed());
   ModelShape model = Model(random);
@@ -159,7 +294,7 @@ TEST(GpuPlan, SaysWhatTheWeightsWouldTakeWhereNothingFits) {
   EXPECT_TRUE(absl::IsFailedPrecondition(plan.status())) << plan.status();
   EXPECT_THAT(std::string(plan.status().message()), HasSubstr("do not fit 8 GPUs of 0.0 GB"));
   EXPECT_THAT(std::string(plan.status().message()), HasSubstr("resident"));
-  EXPECT_THAT(std::string(plan.status().message()), HasSubstr("--ranks more"));
+  EXPECT_THAT(std::string(plan.status().message()), HasSubstr("--ranks more, or GPUs with more memory"));
   const auto bad = PlanOnGpus(model, Cluster(int64_t{1} << 42), {.tokens = 0, .ranks = 8}, kGranule);
   EXPECT_TRUE(absl::IsInvalidArgument(bad.status())) << bad.status();
 }

@@ -114,17 +114,20 @@ TEST(PlanJson, IsTheObjectOfTheDesign) {
                         {}}};
   const std::string predicted = R"("seconds":1.5,"compute_seconds":1.25,"comm_wait_seconds":0.25,)"
                                 R"("comm_bytes":{"q":0,"kv":640,"o":0,"all_to_all":0},"peak_bytes":4096)";
-  EXPECT_EQ(PlanJson(ToProto(choice), std::vector<WeightModeBytes>{{WeightMode::kResident, 4096, false}}),
-            R"({"ranks":2,"heads":1,"a":1,"b":2,"layout":"striped","stripe":16,)"
-            R"("steps":[{"comm":"kv","blocks":[[0,0]]},{"comm":"none","blocks":[[0,1],[0,0]]}],)"
-            R"("predicted":{)" +
-                predicted + R"(},"candidates":[{"a":1,"b":2,"heads":1,)" + predicted +
-                R"(,"ranks":2,"layout":"striped","partial_dtype":"f32","placement":"row-first"},)"
-                R"({"a":2,"b":1,"heads":1,"seconds":0.0,"compute_seconds":0.0,"comm_wait_seconds":0.0,)"
-                R"("comm_bytes":{"q":0,"kv":0,"o":0,"all_to_all":0},"peak_bytes":0,)"
-                R"("ranks":2,"layout":"zigzag","partial_dtype":"bf16","placement":"box 1x2x1"}],)"
-                R"("weights":{"mode":"streamed","bytes":1024,"seconds":0.5,)"
-                R"("modes":[{"mode":"resident","bytes":4096,"fits":false}]}})");
+  EXPECT_EQ(
+      PlanJson(ToProto(choice), std::vector<WeightModeBytes>{{WeightMode::kResident, 4096, false},
+                                                             {WeightMode::kStreamed, 64, true, 0.5, 8, 9}}),
+      R"({"ranks":2,"heads":1,"a":1,"b":2,"layout":"striped","stripe":16,)"
+      R"("steps":[{"comm":"kv","blocks":[[0,0]]},{"comm":"none","blocks":[[0,1],[0,0]]}],)"
+      R"("predicted":{)" +
+          predicted + R"(},"candidates":[{"a":1,"b":2,"heads":1,)" + predicted +
+          R"(,"ranks":2,"layout":"striped","partial_dtype":"f32","placement":"row-first"},)"
+          R"({"a":2,"b":1,"heads":1,"seconds":0.0,"compute_seconds":0.0,"comm_wait_seconds":0.0,)"
+          R"("comm_bytes":{"q":0,"kv":0,"o":0,"all_to_all":0},"peak_bytes":0,)"
+          R"("ranks":2,"layout":"zigzag","partial_dtype":"bf16","placement":"box 1x2x1"}],)"
+          R"("weights":{"mode":"streamed","bytes":1024,"seconds":0.5,)"
+          R"("modes":[{"mode":"resident","bytes":4096,"fits":false},)"
+          R"({"mode":"streamed","bytes":64,"fits":true,"seconds":0.5,"host_bytes":8,"host_memory_bytes":9}]}})");
 }
 
 }  // namespace

@@ -239,7 +239,7 @@ TEST(PlanText, SaysAllThatIsRare) {
   plain.set_partial_dtype("f32");
   plain.set_placement("");
   const std::vector<WeightModeBytes> modes = {{WeightMode::kResident, 5 << 20, false},
-                                              {WeightMode::kStreamed, 1 << 20, true, 4},
+                                              {WeightMode::kStreamed, 1 << 20, true, 4, 6 << 20, 6 << 20},
                                               {WeightMode::kSharded, 2 << 20, true, 5}};
   const std::vector<std::string> not_yet = {"streamed weights", "weights in FP8"};
   EXPECT_EQ(PlanText(reply, 131072, modes, "a GPU", not_yet), R"(tokens          131,072
@@ -248,7 +248,7 @@ KV rings        of 4 ranks, beside one that leads from each to the next
 exchange        by 4,096 tokens of each rank, beside the work on others
 pieces          2 of 14,080 tokens, one after the other, to fit the memory
 predicted       4.0 s, of it 1.0 s comm wait
-weights         streamed, 1.0 MiB of memory, which adds 500 ms
+weights         streamed, 1.0 MiB of memory, 6.0 MiB of each node's host, which adds 500 ms
                 resident would need 5.0 MiB of a GPU, more than is free
                 sharded would need 2.0 MiB of a GPU, and take 5.0 s
 not yet         streamed weights, weights in FP8
@@ -265,6 +265,26 @@ ranks heads*tile     layout      wire  on a host      seconds     compute   comm
 12    3x2            striped     bf16  box 1x2x1        8.0 s       4.0 s       2.0 s    31.0 KiB     3.0 MiB
 6     2*3x2          contiguous  f32   row-first        8.0 s       4.0 s       2.0 s    31.0 KiB     3.0 MiB
 )");
+}
+
+// Where a node's host has no room, its memory is what lacks.
+TEST(PlanText, SaysWhatAHostLacks) {
+  v1::PlanReply reply;
+  *reply.mutable_plan() = PlainPlan();
+  AddStep("none", {{0, 0}}, 0, reply);
+  *reply.mutable_predicted() = Predicted(4);
+  reply.set_weights("resident");
+  AddCandidate(PlainPlan(), 4, reply);
+  const std::vector<WeightModeBytes> modes = {{WeightMode::kSharded, 1 << 20, true, 5, 3 << 20, 0},
+                                              {WeightMode::kStreamed, 2 << 20, false, 0, 6 << 20, 4 << 20}};
+  const std::string text = PlanText(reply, 1000, modes, "a GPU");
+  EXPECT_NE(text.find("sharded would need 1.0 MiB of a GPU, 3.0 MiB of each node's host, and take 5.0 s\n"),
+            std::string::npos)
+      << text;
+  EXPECT_NE(
+      text.find("streamed would need 2.0 MiB of a GPU, 6.0 MiB of each node's host, which has 4.0 MiB\n"),
+      std::string::npos)
+      << text;
 }
 
 // Columns of a wire dtype, a placement or ranks are there only where a candidate differs in them.

@@ -242,6 +242,13 @@ TEST(GpuCluster, IsTheClusterAndWhatAGpuDoes) {
   EXPECT_DOUBLE_EQ(gpus->memory_bytes_per_second, 2e12);
   EXPECT_EQ(gpus->memory_bytes, 80'000'000'000);
   EXPECT_EQ(gpus->host_bytes_per_second, 0);
+  EXPECT_EQ(gpus->experts_gemm_share, 1);
+  EXPECT_EQ(gpus->host_memory_bytes, 0);
+  const auto more = load(Replaced(good, "80GB", "80GB\n  experts_gemm_share: 0.3\n  host_memory_bytes: 2TB"));
+  ASSERT_TRUE(more.ok()) << more.status();
+  EXPECT_EQ(more->experts_gemm_share, 0.3);
+  EXPECT_EQ(more->host_memory_bytes, 2'000'000'000'000);
+  EXPECT_TRUE(load(Replaced(good, "80GB", "80GB\n  experts_gemm_share: 1")).ok());
   EXPECT_EQ(load(Replaced(good, "80GB", "80GB\n  host_bytes_per_second: 5e9"))->host_bytes_per_second, 5e9);
   EXPECT_TRUE(LoadGpuCluster(ScenarioPath("h100_nodes.yaml")).ok());
   const BadScenario kCases[] = {
@@ -253,6 +260,12 @@ TEST(GpuCluster, IsTheClusterAndWhatAGpuDoes) {
       {"  memory_bytes: 80GB", "", "cluster.memory_bytes: is missing"},
       {"80GB", "80", "memory_bytes"},
       {"80GB", "80GB\n  host_bytes_per_second: -1", ":11: cluster.host_bytes_per_second: must be"},
+      {"80GB", "80GB\n  experts_gemm_share: 0", ":11: cluster.experts_gemm_share: must be above 0"},
+      {"80GB", "80GB\n  experts_gemm_share: -0.5", "cluster.experts_gemm_share"},
+      {"80GB", "80GB\n  experts_gemm_share: 1.01", "cluster.experts_gemm_share"},
+      {"80GB", "80GB\n  experts_gemm_share: nan", "cluster.experts_gemm_share"},
+      {"80GB", "80GB\n  host_memory_bytes: 2000", "host_memory_bytes"},
+      {"80GB", "80GB\n  host_memory_bytes: -1GB", "host_memory_bytes"},
       {"100e12", "0", "attention"},
   };
   for (const auto& [from, to, named] : kCases) {
