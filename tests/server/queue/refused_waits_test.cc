@@ -36,6 +36,7 @@ TEST(RefusedWaitsTest, TellsThoseThatWaitNoLess) {
   RunJob shorter = same, urgent = same, higher = same, cached = same, others = same, beside = same,
          packed = same;
   shorter.work_seconds = 29;
+  shorter.may_save_seconds = 0;
   urgent.deadline -= absl::Seconds(1);
   higher.priority = 1;
   cached.may_save_seconds = 6;

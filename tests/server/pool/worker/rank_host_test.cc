@@ -839,6 +839,25 @@ TEST_F(RankHostTest, KvOfALeaseThatEndsAtOnceIsNotKept) {
   EXPECT_EQ(host->kv().counts().leases, 0);
 }
 
+// Nor is what it was told to prepare before a leader that knows of nothing let it in.
+TEST_F(RankHostTest, KvOfAnEarlierLeaderIsNotKept) {
+  HostListener listener;
+  const auto host = Load(listener);
+  ASSERT_NE(host, nullptr);
+  for (int i = 0; i < 5; ++i) host->Prepare(Part());
+  WorkerMachine::RunPart part = Part();
+  part.keep_kv = {.lease = "", .tenant = "t", .lasts = absl::Hours(1), .cache = true};
+  host->Prepare(std::move(part));
+  host->EndAllKv();
+  const uint64_t run = run_;
+  host->Start(run, listener.Addresses(run), {});
+  EXPECT_TRUE(listener.Ended(run, kRanks).ok()) << listener.Ended(run, kRanks);
+  host->Release(run);
+  host->Prepare(Part());
+  listener.Addresses(run_);  // behind all of it
+  EXPECT_EQ(host->kv().counts().bytes, 0);
+}
+
 // Seconds of a rank are without those that it stood still.
 TEST_F(RankHostTest, PausesAreNoSecondsOfTheRanks) {
   HostListener listener;
