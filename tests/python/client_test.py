@@ -214,11 +214,12 @@ class PrefillTest(ServerTest):
 
     def test_calls_pass_while_streams_wait(self):
         server, client = self.pair(faults=Faults(layer_seconds=30), max_streams=4)
-        calls = [client.start_prefill([1], request_id=f"r{i}", keep_kv=True) for i in range(6)]
-        leases = [next(iter(call)).kv_lease for call in calls[:4]]
-        self.assertEqual(len(server.live), 4)  # two wait
+        calls = [client.start_prefill([1], request_id=f"r{i}", keep_kv=True) for i in range(4)]
+        leases = [next(iter(call)).kv_lease for call in calls]
+        calls += [client.start_prefill([1], request_id=f"r{i}") for i in (4, 5)]  # these wait
         self.assertEqual(client.pool(timeout=9).state, "ready")
         client.renew_kv(leases[0], timeout=9)
+        self.assertEqual(set(server.live), {"r0", "r1", "r2", "r3"})
         client.cancel("r0", timeout=9)
         wait_until(lambda: {"r4", "r5"} & set(server.live))
         for call in calls:

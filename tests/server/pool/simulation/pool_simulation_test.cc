@@ -73,7 +73,7 @@ TEST(PoolSimulationTest, EveryRequestHasOneRightAnswerWhateverFails) {
   EXPECT_GT(total.evictions, share / 4);
   EXPECT_GT(total.in_pieces, share);
   EXPECT_GT(total.pieces_again, 0);
-  EXPECT_GT(total.pieces_lost, share / 10);
+  EXPECT_GT(total.pieces_lost, share / 20);
   EXPECT_GT(total.streamed, share);
   EXPECT_GT(total.shared, share);
   EXPECT_GT(total.on_submeshes, 10 * share);
@@ -83,10 +83,10 @@ TEST(PoolSimulationTest, EveryRequestHasOneRightAnswerWhateverFails) {
   EXPECT_GT(total.agreements, share);
   EXPECT_GT(total.crowded_out, share);
   EXPECT_GT(total.attempts_of_innocents, share / 4);
-  EXPECT_GT(total.packs, 2 * share);
+  EXPECT_GT(total.packs, share);
   EXPECT_GT(total.in_packs, 2 * total.packs);
   EXPECT_GT(total.packs_refused, share / 4);
-  EXPECT_GT(total.left_in_packs, share / 4);
+  EXPECT_GT(total.left_in_packs, share / 20);
   EXPECT_GT(total.packs_again, share / 4);
   EXPECT_GT(total.entered, 40 * share);
   EXPECT_GT(total.entered_again, 5 * share);
@@ -94,17 +94,21 @@ TEST(PoolSimulationTest, EveryRequestHasOneRightAnswerWhateverFails) {
   EXPECT_GT(total.slow_places_lost, share / 2);
   EXPECT_GT(total.put_back, 3 * share);
   EXPECT_GT(total.preempted, 40 * share);
-  EXPECT_GT(total.packs_by_turn, share / 4);
+  EXPECT_GT(total.packs_by_turn, share / 10);
   EXPECT_GT(total.submeshes_by_turn, share);
   EXPECT_GT(total.aged, 5 * share);
   EXPECT_GT(total.elders_gave_way, 20 * share);
 }
 
 TEST(PoolSimulationTest, ASeedReplays) {
-  PoolSimulation one(42), again(42);
-  EXPECT_EQ(one.Run(), again.Run());
-  EXPECT_EQ(one.census().answers, again.census().answers);
-  EXPECT_EQ(one.census().losses, again.census().losses);
+  for (uint64_t seed = 42; seed < 50; ++seed) {
+    PoolSimulation one(seed), again(seed);
+    EXPECT_EQ(one.Run(), again.Run());
+    EXPECT_EQ(one.census().answers, again.census().answers);
+    EXPECT_EQ(one.census().losses, again.census().losses);
+    EXPECT_EQ(one.census().refused_by_queue, again.census().refused_by_queue);
+    EXPECT_EQ(one.census().preempted, again.census().preempted);
+  }
 }
 
 }  // namespace
