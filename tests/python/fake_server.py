@@ -199,11 +199,11 @@ class FakeServer(prefill_pb2_grpc.PrefillServiceServicer):
             context.abort(grpc.StatusCode.UNAUTHENTICATED, "no token, or a wrong one")
 
     def Prefill(self, requests, context):
-        header = next(requests).header
+        header, faults = next(requests).header, self.faults
         self._check(context, "Prefill", header)
-        if self.faults.refuse:
-            if self.faults.refuse_after is not None:
-                self.faults.refuse_after.wait(10)
+        if faults.refuse:
+            if faults.refuse_after is not None:
+                faults.refuse_after.wait(10)
             self._refuse(context)
         ids: List[int] = []
         for request in requests:
@@ -218,32 +218,32 @@ class FakeServer(prefill_pb2_grpc.PrefillServiceServicer):
             self._live[request_id] = stop
             self._tenants[request_id] = header.tenant
             lease = _Lease(f"lease-{request_id}", header.tenant, len(ids), self.source)
-            keep = header.kv.keep and not self.faults.no_lease
+            keep = header.kv.keep and not faults.no_lease
             if keep:
                 self.leases[lease.name] = lease
         if not context.add_callback(stop.set):
             stop.set()
         done = False
         try:
-            stop.wait(self.faults.accept_seconds)
+            stop.wait(faults.accept_seconds)
             if stop.is_set():
                 context.abort(grpc.StatusCode.CANCELLED, "cancelled")
-            pieces, layers = self.faults.pieces, self.source.layers
+            pieces, layers = faults.pieces, self.source.layers
             accepted = pb.Accepted(request_id=request_id, predicted_seconds=0.5, kv_lease=lease.name if keep else "")
             accepted.plan.pieces = pieces
             yield pb.PrefillEvent(accepted=accepted)
             lease.read = self.source.compute(ids)
             for computed in range(1, pieces * layers + 1):
-                if self.faults.die_after_layers == computed - 1:
+                if faults.die_after_layers == computed - 1:
                     lease.lost = True
                     context.abort(grpc.StatusCode.UNAVAILABLE, "worker w1 died")
-                if stop.wait(self.faults.layer_seconds):
+                if stop.wait(faults.layer_seconds):
                     context.abort(grpc.StatusCode.CANCELLED, "cancelled")
                 with self.changed:
                     lease.layers_done = computed - (pieces - 1) * layers
                     self.changed.notify_all()
                 yield pb.PrefillEvent(progress=pb.Progress(layers_done=computed, layers=pieces * layers, seconds=0.1))
-            if stop.wait(self.faults.result_seconds):
+            if stop.wait(faults.result_seconds):
                 context.abort(grpc.StatusCode.CANCELLED, "cancelled")
             done = True
             with self.changed:
