@@ -5,6 +5,7 @@
 #include <optional>
 #include <utility>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "meshfill/v1/config.pb.h"
 #include "server/config/tenants.h"
@@ -174,7 +175,10 @@ void QueueClients::OnEnd(uint64_t id, const absl::Status& status) {
   }
   // Too few workers had come by then for a prompt in pieces.
   const bool too_small = story_.small_ && absl::IsFailedPrecondition(status);
-  const bool good = status.ok() || client.gone || client.drawn.client.poisonous || too_small ||
+  // What others keep may have taken the room of its lease, admitted while other workers were there, or of its
+  // pieces.
+  const bool no_kv_room = absl::IsResourceExhausted(status) && absl::StrContains(status.message(), "K and V");
+  const bool good = status.ok() || client.gone || client.drawn.client.poisonous || too_small || no_kv_room ||
                     absl::IsDeadlineExceeded(status);
   if (!good && IsCalm(client)) {
     story_.Fail(absl::StrCat("a request has no result, and nothing has failed: ", status.ToString()));

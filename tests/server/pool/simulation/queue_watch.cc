@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <limits>
 #include <map>
 #include <optional>
 #include <set>
@@ -137,14 +138,19 @@ void QueueWatch::CheckTurns() {
   });
   if (!has_elder_ && !(begins && lived)) return;
   ++queue_.story_.census_.elders_gave_way;
-  const double rest_on_all = order.RestSeconds(first.ticket, now()) * first.run.work_seconds /
-                             std::max(1e-9, order.WholeSeconds(first.ticket));
   const double computed =
       has_elder_ ? order.ComputedSeconds(elder->ticket, now()) : absl::ToDoubleSeconds(MostComputed(now()));
-  const double slack = begins ? 0 : kSlackOfWork * first.run.work_seconds;
-  if (rest_on_all > computed + std::max(1e-6, slack)) {
-    Fail(absl::StrCat("an aged prompt that has computed for ", computed, " s gives way to one of ",
-                      rest_on_all, " s"));
+  // Of a pass any of its prompts may have gone before the aged one.
+  double least_beyond = std::numeric_limits<double>::infinity();
+  for (const RunOrder::Ticket ticket : computing) {
+    if (submeshes > 1 && ticket != first.ticket) continue;
+    const double work = queue_.jobs_.at(ticket).run.work_seconds;
+    const double rest = order.RestSeconds(ticket, now()) / std::max(1e-9, order.WholeSeconds(ticket)) * work;
+    least_beyond = std::min(least_beyond, rest - computed - std::max(1e-6, kSlackOfWork * work));
+  }
+  if (least_beyond > 0) {
+    Fail(absl::StrCat("an aged prompt that has computed for ", computed, " s gives way to one that takes ",
+                      least_beyond, " s more"));
   }
 }
 
@@ -343,6 +349,12 @@ void QueueWatch::CheckTold(const absl::Status& refused) {
   }
 }
 
+// Whether an upload is behind the pace that keeps it its place.
+bool QueueWatch::IsSlow(const Job& job) const {
+  const double paid_seconds = static_cast<double>(job.paid_tokens) / QueueRoom::kPlaceTokensPerSecond;
+  return now() - job.entered_at > QueueRoom::kUploadGrace + absl::Seconds(paid_seconds);
+}
+
 void QueueWatch::CheckLosers(std::span<const QueueRoom::LostPlace> places) {
   std::set<RunOrder::Ticket> gone;
   for (const QueueRoom::LostPlace& place : places) {
@@ -351,13 +363,12 @@ void QueueWatch::CheckLosers(std::span<const QueueRoom::LostPlace> places) {
     const Job& loser = found->second;
     if (!gone.insert(place.ticket).second) Fail("a place is lost twice");
     if (loser.begun) Fail("what lives loses its place");
-    const double paid_seconds = static_cast<double>(loser.paid_tokens) / QueueRoom::kPlaceTokensPerSecond;
-    const absl::Duration paced = QueueRoom::kUploadGrace + absl::Seconds(paid_seconds);
-    if (place.slow && (loser.complete || now() - loser.entered_at <= paced)) {
+    if (place.slow && (loser.complete || !IsSlow(loser))) {
       Fail("an upload loses its place that is not slow");
     }
     for (const auto& [ticket, job] : queue_.jobs_) {
       if (place.slow || job.begun || job.run.tenant != loser.run.tenant || gone.contains(ticket)) continue;
+      if (!job.complete && IsSlow(job)) continue;  // spared, where others' places do
       const bool is_lower = std::pair(job.run.priority, -static_cast<int64_t>(ticket)) <
                             std::pair(loser.run.priority, -static_cast<int64_t>(loser.ticket));
       if (is_lower) Fail("a place is lost, and its tenant has a newer one or a lower class");

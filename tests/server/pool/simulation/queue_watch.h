@@ -101,6 +101,7 @@ class QueueWatch {
   bool IsOlder(const Job& one, const Job& other) const;
   // Whether `other` may have a turn before an aged one without end: it does not come after that.
   bool GoesBefore(const Job& other, const Job& aged) const;
+  bool IsSlow(const Job& job) const;
   const Job* Elder() const;
   absl::Duration MostComputed(absl::Time at) const;  // of those that live, by one
   void CheckSubmeshes();
