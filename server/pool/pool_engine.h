@@ -70,7 +70,8 @@ class PoolEngine final : public PrefillEngine, private ControlService::Listener 
   class Run;  // pool_run.h
 
   static constexpr absl::Duration kTick = absl::Milliseconds(50);
-  static constexpr absl::Duration kStoodStill = absl::Milliseconds(250);  // a tick that late: this process did not run
+  static constexpr absl::Duration kStoodStill =
+      absl::Milliseconds(250);  // a tick that late: this process did not run
 
   PoolEngine(const v1::Config& config, IdentifiedModel model, std::unique_ptr<HolderChannels> holders,
              Metrics& metrics);
