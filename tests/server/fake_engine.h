@@ -9,6 +9,7 @@
 #include <climits>
 #include <condition_variable>
 #include <iterator>
+#include <limits>
 #include <memory>
 #include <mutex>
 #include <numeric>
@@ -65,7 +66,7 @@ class FakeEngine final : public PrefillEngine {
   void Release() {
     Set([&] {
       hold_after_ = INT_MAX;
-      held_of_pack_ = kVocab;
+      held_of_pack_ = kNoId;
       holds_stopped_ = false;
     });
   }
@@ -248,6 +249,8 @@ class FakeEngine final : public PrefillEngine {
   }
 
  private:
+  static constexpr uint32_t kNoId = std::numeric_limits<uint32_t>::max();  // of no prompt
+
   class PackRun;
   // What several share: the layers that are done, and whether they stand still.
   struct Pass {
@@ -444,7 +447,7 @@ class FakeEngine final : public PrefillEngine {
   std::condition_variable changed_;
   int hold_after_ = INT_MAX;
   bool holds_stopped_ = false;
-  uint32_t held_of_pack_ = kVocab;  // the first id of a prompt; kVocab: none
+  uint32_t held_of_pack_ = kNoId;  // the first id of a prompt
   double predicted_seconds_ = 0.001;
   double paused_seconds_ = 0;
   uint64_t place_ = 0;
