@@ -45,7 +45,7 @@ class PoolTest(PoolTestCase):
         embedded = self.embedded("--tokens", self.prompt, *options, files[1], "--kv-out", kept[1])
         self.assertEqual(kept[0].read_bytes(), kept[1].read_bytes())
         self.assertEqual(self.metric("meshfill_kv_leases"), 0)  # it is released
-        self.assertEqual(self.metric("meshfill_kv_worker_bytes"), 0)
+        self.wait_until(lambda: self.metric("meshfill_kv_worker_bytes") == 0)  # told at the next tick
         self.check_prefill_object(pool, len(self.ids), ranks=4, top_k=5)
         for key in ("tokens", "first_token", "top", "plan", "comm_bytes"):
             self.assertEqual(pool[key], embedded[key], key)
